@@ -31,19 +31,9 @@ from manylora.openai.adapter_routes import ADAPTER_ROUTES
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.parsing import read_object
 from manylora.openai.app import COUNTED, failed
+from manylora.openai.serving import transport
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.metrics import CONTENT_TYPE
-from manylora.openai.serving.transport import (
-    BodyMemory,
-    check_encoding,
-    content_type,
-    credentials,
-    declared_length,
-    query_number,
-    read_body,
-    request_id,
-    watch,
-)
 
 Answers = dict[str, tuple[RemoteResponse, dict[str, Any]]]
 Handler = Callable[[Request], Awaitable[Response]]
@@ -81,7 +71,7 @@ def _answered(handle: Handler) -> Handler:
             return await handle(request)
         except Exception as error:
             response = failed(request, request.url.path, error)
-            response.headers["x-request-id"] = request_id(request)
+            response.headers["x-request-id"] = transport.request_id(request)
             return response
 
     return answer
@@ -95,7 +85,7 @@ class _Front:
         self._keyring = Keyring(
             options.api_keys, open_admin=options.allow_runtime_lora_updating, plain=options.api_key
         )
-        self._body_memory = BodyMemory(BODIES_AT_ONCE * options.max_request_bytes)
+        self._body_memory = transport.BodyMemory(BODIES_AT_ONCE * options.max_request_bytes)
         self._counts: Counter[str] = Counter()
         self._states: dict[str, int] = {}
         self._states_at = float("-inf")
@@ -117,7 +107,7 @@ class _Front:
         with ExitStack() as stack:
             stack.enter_context(self._limit(request))
             relay = Relay(self._replicas, call, adapter, self._counts)
-            watcher = watch(request.receive, relay.leave)
+            watcher = transport.watch(request.receive, relay.leave)
             stack.callback(watcher.cancel)
             await relay.begin()
             relay.on_end = stack.pop_all().close
@@ -125,13 +115,13 @@ class _Front:
 
     async def _body(self, request: Request) -> bytearray:
         with self._body_memory.reserve() as grow:
-            return await read_body(request, self._options.max_request_bytes, grow, any_type=True)
+            return await transport.read_body(request, self._options.max_request_bytes, grow, any_type=True)
 
     def _limit(self, request: Request) -> AbstractContextManager[None]:
         """Count a key's limits, which hold for the whole fleet. A replica refuses requests without a key."""
         if request.url.path in COUNTED:
             with contextlib.suppress(ApiError):
-                return self._keyring.identify(credentials(request)).request()
+                return self._keyring.identify(transport.credentials(request)).request()
         return nullcontext()
 
     async def change(self, request: Request) -> Response:
@@ -140,11 +130,11 @@ class _Front:
         if self._record is None:
             raise ApiError(403, "not_allowed", NO_FOLDER)
         takes_file = request.method == "PUT" or "/load_" in request.url.path
-        if not takes_file or content_type(request) != "application/octet-stream":
+        if not takes_file or transport.content_type(request) != "application/octet-stream":
             return await self._spread(request, RemoteRequest.of(request, await self._body(request)))
         # The body is written to the shared folder. The replica checks what it is, and whose.
-        check_encoding(request)
-        path = await self._uploads.receive(_bounded(request, key), declared_length(request))
+        transport.check_encoding(request)
+        path = await self._uploads.receive(_bounded(request, key), transport.declared_length(request))
         try:
             return await self._spread(request, RemoteRequest.of(request, received=str(path)))
         finally:
@@ -228,7 +218,7 @@ class _Front:
         refused, given, missing = await self._ask_all(request)
         if refused is not None:
             return refused
-        after = query_number(request, "points_after")
+        after = transport.query_number(request, "points_after")
         answers, reports = [one for one, _ in given.values()], {name: one for name, (_, one) in given.items()}
         status = fleet_status(answers, reports, await self._replica_states(), time.time(), after)
         status["missing"] = list(missing)

@@ -26,15 +26,9 @@ from typing import IO, Any
 
 from manylora.errors import AdapterInvalidError
 from manylora.lora.bounds import ANY_MODEL, Bounds
-from manylora.lora.formats import one_line
+from manylora.lora.formats import one_line, tensor_files
 from manylora.lora.formats.safe_files import OpenFile
-from manylora.lora.formats.tensor_files import (
-    TORCH_NAMES,
-    RawTensor,
-    check_type,
-    read_safetensors,
-    write_safetensors,
-)
+from manylora.lora.formats.tensor_files import RawTensor
 from manylora.system.folders import temporary_folder
 
 # All that the pickle of a state dict needs.
@@ -58,7 +52,7 @@ def write_torch(path: Path, tensors: Mapping[str, RawTensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {}
     for key, tensor in tensors.items():
-        kind = getattr(torch, TORCH_NAMES[tensor.dtype])
+        kind = getattr(torch, tensor_files.TORCH_NAMES[tensor.dtype])
         state[key] = torch.frombuffer(bytearray(tensor.data), dtype=kind).reshape(tensor.shape)
     with path.open("wb") as file:
         torch.save(state, file)
@@ -129,7 +123,7 @@ def _raw(tensor: Any) -> RawTensor:
     import torch
 
     name = str(tensor.dtype).removeprefix("torch.")
-    kinds = {TORCH_NAMES[kind]: kind for kind in ("F64", "F32", "F16", "BF16")}
+    kinds = {tensor_files.TORCH_NAMES[kind]: kind for kind in ("F64", "F32", "F16", "BF16")}
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or name not in kinds:
         return RawTensor(name, tuple(tensor.shape), b"")
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -154,7 +148,7 @@ def _read(path: Path, _changed: int, bounds: Bounds) -> dict[str, RawTensor]:
         command = [sys.executable, "-m", __name__, str(read), path.name, str(bounds.tensors)]
         done = subprocess.run(command, stdin=file.descriptor, capture_output=True, check=False)
         if done.returncode == 0:
-            return read_safetensors(read, bounds)
+            return tensor_files.read_safetensors(read, bounds)
     said = done.stdout.decode(errors="replace").strip()
     if -done.returncode in (signal.SIGXCPU, signal.SIGKILL):
         most = _seconds(file.size)
@@ -193,8 +187,8 @@ def main(target: str, name: str, tensors: str) -> int:
     try:
         found = read_torch(INPUT, name, Bounds(tensors=int(tensors)))
         for key, tensor in found.items():
-            check_type(key, tensor)
-        write_safetensors(Path(target), found)
+            tensor_files.check_type(key, tensor)
+        tensor_files.write_safetensors(Path(target), found)
     except AdapterInvalidError as error:
         print(error)
         return 1

@@ -25,9 +25,7 @@ READERS: dict[str, Callable[[PeftFiles], LoraForm]] = {
     "CPT": read_prompt,
     "DEFT": by_module(low_rank.deft, "deft_P", "deft_R"),
     "DELORA": by_module(low_rank.delora, "delora_A", "delora_B", "delora_lambda", beside=("delora_w_norm",)),
-    "GRALORA": by_module(
-        low_rank.gralora, "gralora_A", "gralora_B", "gralora_A_general", "gralora_B_general"
-    ),
+    "GRALORA": by_module(low_rank.gralora, *low_rank.GRALORA_PARTS),
     "HRA": by_module(low_rank.hra, "hra_u"),
     "IA3": read_diagonal,
     "LN_TUNING": read_norms,

@@ -49,6 +49,7 @@ class LoraForm:
 
 # What a kind's settings say in LoRA's words too.
 COMMON = ("modules_to_save", "base_model_name_or_path", "fan_in_fan_out")
+COUNTS = range(1, 2**31), "a positive number"
 INTEGERS = {"U8": "<u1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 Matrices = tuple[np.ndarray, np.ndarray]
 """A [rank, in] and B [out, rank]."""
@@ -201,19 +202,20 @@ class Pairs:
         config = replace(config_of({"lora_alpha": 1, **settings}), folded=True)
         return LoraForm(config, {**self._made, **self._rest}, vectors=self._vectors)
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float) -> float:
         """A setting that must be a finite number."""
         value = self.files.settings.get(name, default)
         if type(value) not in (int, float) or not math.isfinite(value):
             raise AdapterInvalidError(f"{CONFIG}: {name} must be a number")
         return value
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """A setting that must be a positive integer."""
-        value = self.files.settings.get(name, default)
-        if type(value) is not int or not 0 < value < 2**31:
-            raise AdapterInvalidError(f"{CONFIG}: {name} must be a positive number")
-        return value
+
+def integer(settings: Mapping[str, Any], name: str, default: int, values: range, what: str) -> int:
+    """A setting that must be one of these integers. what: these, in words."""
+    value = settings.get(name, default)
+    if type(value) is not int or value not in values:
+        raise AdapterInvalidError(f"{CONFIG}: {name} must be {what}")
+    return value
 
 
 def unfit(path: str, parts: str = "its tensors") -> AdapterInvalidError:

@@ -15,7 +15,7 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.peft.names import ModuleNames, encoder_layers, in_our_order
 from manylora.lora.formats.peft.settings import CONFIG, PeftConfig, peft_type, saved_modules
-from manylora.lora.formats.peft_types.converted import LoraForm, PeftFiles
+from manylora.lora.formats.peft_types.converted import LoraForm, PeftFiles, integer
 from manylora.lora.formats.tensor_files import RawTensor, decode
 from manylora.lora.modules import MODULE_NAMES, LoraModule, not_enabled
 from manylora.lora.modules import LoraModuleId as Id
@@ -131,13 +131,13 @@ class _Module:
         size = (1 + math.isqrt(1 + 8 * values.shape[-1])) // 2
         if values.ndim != 2 or not len(values) or size < 2 or 2 * values.shape[1] != size * (size - 1):
             raise AdapterInvalidError(f"{self.path}: oft_R of shape {values.shape} holds no blocks")
-        shared, terms = bool(settings.get("block_share")), settings.get("num_cayley_neumann_terms", 5)
+        shared = bool(settings.get("block_share"))
         inputs = self.module.in_dim if self.module is not None else len(values) * size
         if inputs % size or len(values) != (1 if shared else inputs // size):
             raise self._mismatch("oft_R", len(values) * size, f"takes {inputs}")
         self.files.options.bounds.check_elements(len(values) * size * size)
-        if type(terms) is not int or not 1 <= terms <= MOST_TERMS:
-            raise AdapterInvalidError(f"{CONFIG}: num_cayley_neumann_terms must be from 1 to {MOST_TERMS}")
+        terms = range(1, MOST_TERMS + 1)
+        count = integer(settings, "num_cayley_neumann_terms", 5, terms, f"from 1 to {MOST_TERMS}")
         skew = np.zeros((len(values), size, size))
         above = np.triu_indices(size, 1)
         skew[:, above[0], above[1]] = values
@@ -149,7 +149,7 @@ class _Module:
             limit = eps / math.sqrt(len(values))
             norms = np.linalg.norm(skew, axis=(1, 2), keepdims=True)
             skew = np.where(norms <= limit, skew, limit * skew / np.maximum(norms, limit))
-        turned = _cayley(skew, terms if settings.get("use_cayley_neumann", True) else None)
+        turned = _cayley(skew, count if settings.get("use_cayley_neumann", True) else None)
         return [LoraExtra(f"{self.where}.input_turn", turned.reshape(-1, size).astype(np.float32))]
 
     def _outputs(self, values: np.ndarray, part: str) -> np.ndarray:

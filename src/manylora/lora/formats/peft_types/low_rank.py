@@ -19,15 +19,8 @@ from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.peft.extras import TOKENS
 from manylora.lora.formats.peft.names import SIDE, module_of
 from manylora.lora.formats.peft.settings import CONFIG, config_of, initial_kind
-from manylora.lora.formats.peft_types.converted import (
-    LoraForm,
-    Matrices,
-    Pairs,
-    PeftFiles,
-    by_module,
-    raw,
-    unfit,
-)
+from manylora.lora.formats.peft_types import converted
+from manylora.lora.formats.peft_types.converted import LoraForm, Matrices, Pairs, PeftFiles, integer, unfit
 from manylora.lora.formats.tensor_files import RawTensor, check_type, decode
 
 if TYPE_CHECKING:
@@ -83,9 +76,7 @@ def _qalora(files: PeftFiles) -> Tensors:
     """QALoRA: A is multiplied with the means of groups of inputs, times their number. PEFT does so on layers
     of GPTQ only; on other layers use_qalora has no effect, and A has a column for each input.
     """
-    size = files.settings.get("qalora_group_size", 16)
-    if type(size) is not int or not 0 < size < 2**31:
-        raise AdapterInvalidError(f"{CONFIG}: qalora_group_size must be a positive number")
+    size = integer(files.settings, "qalora_group_size", 16, *converted.COUNTS)
 
     def is_plain(path: str) -> bool:
         module, tensor = module_of(path, files.options.modules), files.tensors.get(f"{path}.lora_A.weight")
@@ -153,7 +144,7 @@ def _rewritten(
             raise AdapterInvalidError(f"{key} has shape {tensor.shape}, 2 dimensions are expected")
         elements += tensor.shape[0] * tensor.shape[1] * growth(match["path"], match["side"])
         files.options.bounds.check_elements(elements)
-        made[key] = raw(change(match["path"], match["side"], decode(key, tensor)))
+        made[key] = converted.raw(change(match["path"], match["side"], decode(key, tensor)))
     return made
 
 
@@ -222,7 +213,7 @@ def read_adalora(files: PeftFiles) -> LoraForm:
         kept[name.removesuffix(".default").rpartition(".")[0]] = sum(ranks)
 
     def adalora(pairs: Pairs, path: str) -> None:
-        first, alpha = pairs.count("init_r", 12), pairs.number("lora_alpha", 8)
+        first, alpha = integer(files.settings, "init_r", 12, *converted.COUNTS), pairs.number("lora_alpha", 8)
         a, b, e = (pairs.read(path, f"lora_{part}") for part in "ABE")
         if a.ndim != 2 or b.ndim != 2 or e.shape != (len(a), 1) or b.shape[1] != len(a):
             raise unfit(path, "lora_A, lora_E and lora_B")
@@ -233,7 +224,7 @@ def read_adalora(files: PeftFiles) -> LoraForm:
         scale = np.float32(alpha if alpha > 0 else rank) / (np.float32(first) + np.float32(1e-5))
         pairs.add(path, rank, a.shape[1], len(b), lambda: (a * e, b * scale))
 
-    return by_module(adalora, "lora_A", "lora_B", "lora_E")(files)
+    return converted.by_module(adalora, "lora_A", "lora_B", "lora_E")(files)
 
 
 LEAST_NORM = np.float32(1e-4)  # as PEFT clamps them
@@ -256,10 +247,13 @@ def delora(pairs: Pairs, path: str) -> None:
     pairs.add(path, rank, in_dim, out_dim, make)
 
 
+GRALORA_PARTS = ("gralora_A", "gralora_B", "gralora_A_general", "gralora_B_general")
+
+
 def gralora(pairs: Pairs, path: str) -> None:
     """k times k blocks of a weight, each with a change of rank r / k; and a plain LoRA of `hybrid_r` beside
     them. Written out it is a LoRA of rank k r + hybrid_r."""
-    a, b, plain_a, plain_b = (f"gralora_{part}" for part in ("A", "B", "A_general", "B_general"))
+    a, b, plain_a, plain_b = GRALORA_PARTS
     (blocks, width, rank), (other, rank_b, height) = pairs.shape(path, a, 3), pairs.shape(path, b, 3)
     if blocks != other or rank != rank_b or rank % blocks:
         raise unfit(path, f"its {a} and {b}")
@@ -354,7 +348,8 @@ LOHA_PARTS = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 
 def loha(pairs: Pairs, path: str) -> None:
     """(W1a W1b) * (W2a W2b), of which each product of two ranks is a rank."""
-    _refuse_convolution(pairs, path, "hada_t1", "hada_t2")
+    if pairs.has(path, "hada_t1") or pairs.has(path, "hada_t2"):
+        raise AdapterInvalidError(f"{path} is a convolution of LOHA, of which no model here has any")
     shapes = [pairs.shape(path, part) for part in LOHA_PARTS]
     (out_dim, first), (_, in_dim), (_, second), _ = shapes
     if shapes[1:] != [(first, in_dim), (out_dim, second), (second, in_dim)]:
@@ -372,11 +367,6 @@ def loha(pairs: Pairs, path: str) -> None:
     pairs.add(path, min(first * second, in_dim, out_dim), in_dim, out_dim, make)
 
 
-def _refuse_convolution(pairs: Pairs, path: str, *parts: str) -> None:
-    if any(pairs.has(path, part) for part in parts):
-        raise AdapterInvalidError(f"{path} is a convolution of {pairs.kind}, of which no model here has any")
-
-
 def _factors(delta: np.ndarray) -> Matrices:
     """A and B of any matrix [out, in], at the rank of its smaller side."""
     out_dim, in_dim = delta.shape
@@ -391,13 +381,20 @@ LOKR_PARTS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr
 def lokr(pairs: Pairs, path: str) -> None:
     """The Kronecker product of W1 and W2, each of which may be a product of two matrices. kron(P Q, R S) =
     kron(P, R) kron(Q, S), so its rank is that of one times that of the other."""
-    _refuse_convolution(pairs, path, "lokr_t2")
+    if pairs.has(path, "lokr_t2"):
+        raise AdapterInvalidError(f"{path} is a convolution of LOKR, of which no model here has any")
     (out1, in1, rank1), (out2, in2, rank2) = (_lokr_dims(pairs, path, f"lokr_w{n}") for n in (1, 2))
     pair = next((name for name in ("lokr_w1_a", "lokr_w2_a") if pairs.has(path, name)), None)
     scale = pairs.alpha_over_rank(path, None if pair is None else pairs.shape(path, pair)[1])
 
+    def factors(name: str, rank: int) -> Matrices:
+        if pairs.has(path, name):
+            return _factors(pairs.read(path, name))
+        b, a = pairs.read(path, f"{name}_a"), pairs.read(path, f"{name}_b")
+        return (a, b) if len(a) == rank else _factors(b @ a)
+
     def make() -> Matrices:
-        (a1, b1), (a2, b2) = (_lokr_factors(pairs, path, f"lokr_w{n}") for n in (1, 2))
+        (a1, b1), (a2, b2) = factors("lokr_w1", rank1), factors("lokr_w2", rank2)
         return np.kron(a1, a2), np.kron(b1, b2) * scale
 
     pairs.add(path, rank1 * rank2, in1 * in2, out1 * out2, make)
@@ -414,20 +411,12 @@ def _lokr_dims(pairs: Pairs, path: str, name: str) -> tuple[int, int, int]:
     return out_dim, in_dim, min(rank, out_dim, in_dim)
 
 
-def _lokr_factors(pairs: Pairs, path: str, name: str) -> Matrices:
-    """A and B of one of the two, of the rank that `_lokr_dims` says."""
-    if pairs.has(path, name):
-        return _factors(pairs.read(path, name))
-    b, a = pairs.read(path, f"{name}_a"), pairs.read(path, f"{name}_b")
-    return _factors(b @ a) if len(a) > min(len(b), a.shape[1]) else (a, b)
-
-
 def deft(pairs: Pairs, path: str) -> None:
     """W - P Q^T W + P R: P [out, r] and R [r, in] are in the file, Q is P without its negative numbers, or
     both are the orthogonal part of P. With `para` there is no R."""
     settings = pairs.files.settings
     method, bare = settings.get("decomposition_method", "relu"), bool(settings.get("para"))
-    alpha = pairs.number("alpha") if settings.get("alpha") else None
+    alpha = settings.get("alpha") or None
     if method not in ("relu", "qr"):
         raise AdapterInvalidError(f"{CONFIG}: decomposition_method must be relu or qr")
     out_dim, rank = pairs.shape(path, "deft_P")
@@ -460,9 +449,8 @@ def read_peanut(files: PeftFiles) -> LoraForm:
     """W + B h(W): h is a small network over the columns of W, of which the file has the layers."""
     import torch
 
-    depth, name = files.settings.get("depth", 0), files.settings.get("act_fn", "relu")
-    if type(depth) is not int or not 0 <= depth <= MOST_LAYERS:
-        raise AdapterInvalidError(f"{CONFIG}: depth must be from 0 to {MOST_LAYERS}")
+    depth = integer(files.settings, "depth", 0, range(MOST_LAYERS + 1), f"from 0 to {MOST_LAYERS}")
+    name = files.settings.get("act_fn", "relu")
     if name not in ACTIVATIONS:
         raise AdapterInvalidError(f"{CONFIG}: act_fn must be one of {', '.join(ACTIVATIONS)}")
     layers, act = [str(n) for n in range(depth)], getattr(torch.nn.functional, name)
@@ -491,7 +479,7 @@ def read_peanut(files: PeftFiles) -> LoraForm:
 
         pairs.add(path, rank, module.in_dim, out_dim, make)
 
-    return by_module(peanut, "peanut_A", "peanut_B", beside=layers)(files)
+    return converted.by_module(peanut, "peanut_A", "peanut_B", beside=layers)(files)
 
 
 def _base_weight(pairs: Pairs, path: str, in_dim: int, out_dim: int) -> Tensor:

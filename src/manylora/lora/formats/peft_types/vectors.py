@@ -14,7 +14,8 @@ import numpy as np
 from manylora.errors import AdapterInvalidError
 from manylora.lora.formats.peft.names import LAYER
 from manylora.lora.formats.peft.settings import CONFIG, peft_type
-from manylora.lora.formats.peft_types.converted import LoraForm, Matrices, Pairs, PeftFiles, unfit
+from manylora.lora.formats.peft_types import converted
+from manylora.lora.formats.peft_types.converted import LoraForm, Matrices, Pairs, PeftFiles, integer, unfit
 from manylora.lora.formats.tensor_files import decode
 
 ROOT = "base_model"  # where PEFT keeps what modules share
@@ -72,9 +73,8 @@ def _draw(files: PeftFiles, *shapes: tuple[int, int]) -> list[np.ndarray]:
     """A and B as PEFT draws them."""
     import torch
 
-    key = files.settings.get("projection_prng_key", 0)
-    if type(key) is not int or not -(2**63) <= key < 2**63:
-        raise AdapterInvalidError(f"{CONFIG}: projection_prng_key must be an integer of 64 bits")
+    bits = range(-(2**63), 2**63)
+    key = integer(files.settings, "projection_prng_key", 0, bits, "an integer of 64 bits")
     generator = torch.Generator(device="cpu").manual_seed(key)
     made = []
     for shape in shapes:
@@ -98,7 +98,7 @@ def read_vblora(files: PeftFiles) -> LoraForm:
     count, length = bank.shape
     pairs.check_count(BANK, "num_vectors", count)
     pairs.check_count(BANK, "vector_length", length)
-    topk = pairs.count("topk", 2)
+    topk = integer(files.settings, "topk", 2, *converted.COUNTS)
     if topk > count:
         raise AdapterInvalidError(f"topk is {topk}, and {BANK} has {count} vectors")
 
@@ -207,9 +207,8 @@ def _draw_tinylora(files: PeftFiles, place: int, shape: tuple[int, int, int]) ->
     import torch
 
     files.options.bounds.check_elements(math.prod(shape))
-    seed = files.settings.get("projection_seed", 42)
-    if type(seed) is not int or not -(2**62) <= seed < 2**62:
-        raise AdapterInvalidError(f"{CONFIG}: projection_seed must be an integer of 62 bits")
+    bits = range(-(2**62), 2**62)
+    seed = integer(files.settings, "projection_seed", 42, bits, "an integer of 62 bits")
     generator = torch.Generator().manual_seed(seed + place)
     return torch.normal(0.0, 1.0 / shape[1] ** 0.5, shape, generator=generator).numpy()
 
@@ -250,9 +249,8 @@ def _drawn(pairs: Pairs, numbers: np.ndarray) -> LoraForm:
     """If the file does not have the choices, they are drawn like PEFT does, for all modules of the base that
     target_modules names."""
     settings, base, bounds = pairs.files.settings, pairs.files.base, pairs.files.options.bounds
-    rank, seed = pairs.count("r", 4), settings.get("proj_seed", 42)
-    if type(seed) is not int or not 0 <= seed < 2**63:
-        raise AdapterInvalidError(f"{CONFIG}: proj_seed must be a positive integer")
+    rank = integer(settings, "r", 4, *converted.COUNTS)
+    seed = integer(settings, "proj_seed", 42, range(2**63), "a positive integer")
     names, layers = settings.get("target_modules") or [], settings.get("layers_to_transform")
     plain = isinstance(names, list) and names and not any("." in name for name in names)
     if base is None or not plain or layers is not None or settings.get("exclude_modules"):

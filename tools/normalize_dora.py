@@ -8,8 +8,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from manylora.errors import AdapterInvalidError, ConfigError
-from manylora.lora.convert import ALLOW_BIN
-from manylora.lora.normalize import normalize_dora
+from manylora.lora.convert import ALLOW_BIN, normalize_dora
 
 
 def main(arguments: list[str] | None = None) -> int:

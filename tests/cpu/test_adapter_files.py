@@ -19,12 +19,12 @@ from manylora import LoraConfig
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
 from manylora.llmapi.options import modules_to_read
+from manylora.lora.convert import normalize_dora
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.formats.tensor_files import RawTensor, decode
 from manylora.lora.modules import lora_modules
-from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 

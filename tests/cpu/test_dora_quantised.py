@@ -15,13 +15,7 @@ from parity import linear_names, make_kind
 from quantised_checkpoints import KINDS, make_pair
 from running import answers, check_greedy, tokens
 from safetensors.torch import load_file, save_file
-from tiny_models import (
-    make_adapter,
-    make_model,
-    make_wide,
-    reference_generate,
-    reference_logits,
-)
+from tiny_models import make_adapter, make_model, make_wide, reference_generate, reference_logits
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.cli import main
@@ -30,11 +24,11 @@ from manylora.config.repository import quant_config
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, RequestError
 from manylora.kernels.device import open_device
+from manylora.lora.convert import normalize_dora
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.formats.sources import find_source, read_lora
 from manylora.lora.modules import lora_modules
-from manylora.lora.normalize import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import load_decoder

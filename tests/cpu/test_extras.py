@@ -28,13 +28,13 @@ from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
 from manylora.lora.catalog.levels import DiskLevel
 from manylora.lora.catalog.reader import AdapterReader
+from manylora.lora.convert import normalize_dora
 from manylora.lora.extras import with_extras
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.peft_folder import read_peft_whole
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.geometry import CacheGeometry, Layout
 from manylora.lora.modules import lora_modules
-from manylora.lora.normalize import normalize_dora
 from manylora.lora.number_types import narrow_to_bfloat16
 from manylora.lora.pool import AdapterPool
 from manylora.lora.rules import AdapterRules

@@ -22,11 +22,10 @@ from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora.fleet.member import Changed, Member, RemoteRequest, RemoteResponse, change_response
 from manylora.fleet.options import FleetOptions
-from manylora.lora.catalog import record as adapter_record
+from manylora.lora.catalog import uploads as adapter_record
 from manylora.lora.catalog.entry import AdapterEntry
-from manylora.lora.catalog.record import AdapterRecord, Kept, unwritable
 from manylora.lora.catalog.shared import USED, State
-from manylora.lora.catalog.uploads import Uploads
+from manylora.lora.catalog.uploads import AdapterRecord, Kept, Uploads, unwritable
 from manylora.openai.adapter_routes import RECEIVED
 from manylora.openai.server import open_app
 

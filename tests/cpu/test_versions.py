@@ -19,7 +19,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import RequestError
 from manylora.generation.outputs import LoraVersion
-from manylora.lora.catalog.versions import Versions
+from manylora.lora.catalog.names import Versions
 from manylora.request import (
     AdapterVersion,
     Event,

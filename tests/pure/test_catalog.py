@@ -18,7 +18,7 @@ from manylora.lora.catalog.entry import CatalogError, Terms
 from manylora.lora.catalog.files import AdapterFolders, find_adapters, fingerprint
 from manylora.lora.catalog.library import MAX_IDS, PRUNE, AdapterLibrary
 from manylora.lora.catalog.names import LATEST, is_name, name_problem
-from manylora.lora.catalog.record import sent_file
+from manylora.lora.catalog.uploads import sent_file
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.schema import AdapterFields
 from manylora.openai.serving.inference import choose_adapter

@@ -1,5 +1,6 @@
-"""Converts adapters of any format to request tensors in a storage type, and a .nemo archive to the files of
-TensorRT-LLM's runtimes. Implements tools/hf_lora_convert.py and tools/nemo_lora_convert.py."""
+"""Converts adapters of any format to request tensors in a storage type, a .nemo archive to the files of
+TensorRT-LLM's runtimes, and DoRA magnitudes to normalised ones. Implements tools/*.py.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +14,97 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.kernels.row_format import Encoding
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.nemo import MODULE, nemo_key, nemo_num_layers, nemo_tensors, read_nemo
 from manylora.lora.formats.npy import write_npy
-from manylora.lora.formats.peft.settings import CONFIG
-from manylora.lora.formats.peft_folder import read_peft
+from manylora.lora.formats.peft.names import LORA_NAMES, is_extra
+from manylora.lora.formats.peft.settings import (
+    CONFIG,
+    NORMALIZED,
+    config_of,
+    is_plain_lora,
+    read_settings,
+)
+from manylora.lora.formats.peft_folder import peft_tensors, read_peft
+from manylora.lora.formats.pickled import write_torch
 from manylora.lora.formats.read_options import DEFAULT, ReadOptions
 from manylora.lora.formats.sources import find_source, read_source, source_dtype
-from manylora.lora.formats.tensor_files import decode
+from manylora.lora.formats.tensor_files import decode, encode, write_safetensors
 from manylora.lora.module_sizes import Split
 from manylora.lora.modules import MODULE_NAMES, LoraModule, LoraModuleId, module_name
-from manylora.lora.number_types import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
+from manylora.lora.number_types import BY_SAFETENSORS, is_bfloat16, narrow_to_bfloat16, widen_bfloat16
 from manylora.lora.rules import check_shapes
-from manylora.lora.tensors import pack_rows
+from manylora.lora.tensors import check_dims, pack_rows
 from manylora.request import LoraInput
 
 MODEL_CONFIG = "config.json"
+STORAGE_TYPES = ("float32", "float16", "bfloat16")
+ALLOW_BIN = "without effect: adapter_model.bin is read too, in a process of its own"
+ADAPTER = MODULE.rpartition(".")[2]
+STEM = "adapter_model"
+
+
+def normalize_dora(in_dir: Path, base_model: Path, out_dir: Path, *, strip: bool = False) -> int:
+    """Write a PEFT directory with normalised magnitudes, or, with `strip`, without magnitudes.
+
+    The weights keep their file format and types, except magnitudes in 8 bits, which become float32. Returns
+    the number of magnitudes. Raises AdapterInvalidError, OSError.
+    """
+    suffix = _suffix(in_dir, STEM)
+    _suffix(base_model, "model")
+    settings = read_settings(in_dir)
+    if not is_plain_lora(settings):
+        raise AdapterInvalidError(f"{CONFIG} describes no plain LORA, which this is for")
+    config = config_of(settings)
+    if config.dora_normalized:
+        raise AdapterInvalidError(f"{CONFIG} sets {NORMALIZED}: the magnitudes are normalised already")
+    tensors = peft_tensors(in_dir, ReadOptions(allow_bin=True))
+    magnitudes = {}  # by name: the path of the linear layer
+    for key in tensors:
+        found = LORA_NAMES.find(key)
+        if found is None and (not is_extra(key) or "magnitude" in key):
+            raise AdapterInvalidError(f"Encountered unknown weight: {key}")
+        if found is not None and found.part is None:  # those of embedding and head are copied, too
+            magnitudes[key] = found.path
+    if strip:
+        changed = {key: tensor for key, tensor in tensors.items() if key not in magnitudes}
+    else:
+        changed = dict(tensors)
+        with BaseWeights(base_model).open() as base:
+            for key, path in magnitudes.items():
+                names = [f"{path}.lora_{side}.weight" for side in "AB"]
+                for name in names:
+                    if name not in tensors:
+                        lacking = name.removeprefix(path + ".")
+                        raise AdapterInvalidError(f"{path} has a DoRA magnitude, but no {lacking}")
+                a, b = (decode(name, tensors[name]) for name in names)
+                check_dims(path, a.shape, b.shape, None)
+                b = b * np.float32(config.scale(path, a.shape[0]))
+                magnitude = decode(key, tensors[key])
+                if magnitude.size != len(b):
+                    raise AdapterInvalidError(f"{key} has {magnitude.size} values, the module {len(b)} rows")
+                norms = base.row_norms(path, a, b, config.fan_in_fan_out)
+                normal = magnitude / norms.reshape(magnitude.shape)
+                dtype = tensors[key].dtype
+                coarse = dtype in BY_SAFETENSORS and BY_SAFETENSORS[dtype].encoding is not Encoding.PLAIN
+                changed[key] = encode(key, normal, "F32" if coarse else dtype)
+    if not changed:
+        raise AdapterInvalidError("the adapter holds no LoRA matrices")
+    settings.update({"use_dora": False} if strip else {NORMALIZED: True})
+    write = write_safetensors if suffix == ".safetensors" else write_torch
+    write(out_dir / f"{STEM}{suffix}", changed)
+    (out_dir / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return len(magnitudes)
+
+
+def _suffix(folder: Path, stem: str) -> str:
+    if not folder.is_dir():
+        raise AdapterInvalidError(f"{folder} is not a valid model directory: not found")
+    for suffix in (".safetensors", ".bin"):
+        if (folder / f"{stem}{suffix}").is_file() or (folder / f"{stem}{suffix}.index.json").is_file():
+            return suffix
+    raise AdapterInvalidError(f"{folder} does not contain .safetensors or .bin weights")
 
 
 def find_model_config(adapter: Path, base: Path | None) -> Path | None:
@@ -72,10 +148,6 @@ def read_fused_rows(file: Path) -> dict[int, LoraModule]:
     parts = (hidden, kv_heads * size, kv_heads * size)
     fused = LoraModuleId.ATTN_QKV
     return {fused: LoraModule(fused, hidden, sum(parts), Split.B_ROWS, parts=parts, groups=kv_heads)}
-
-
-STORAGE_TYPES = ("float32", "float16", "bfloat16")
-ALLOW_BIN = "without effect: adapter_model.bin is read too, in a process of its own"
 
 
 def convert_source(
@@ -148,9 +220,8 @@ def base_weights(path: Path | None) -> BaseWeights | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Convert a PEFT LoRA adapter to lora_weights and lora_config."
-    )
+    text = "Convert a PEFT LoRA adapter to lora_weights and lora_config."
+    parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--in-file", "-i", type=Path, required=True, help="adapter directory")
     parser.add_argument("--out-dir", "-o", type=Path, required=True, help="where the two .npy files go")
     parser.add_argument("--storage-type", default="float16", choices=STORAGE_TYPES)
@@ -168,15 +239,9 @@ def main(arguments: list[str] | None = None) -> int:
     partial: list[str] | None = [] if options.allow_partial else None
     invocation: list[int] = []
     try:
-        base = base_weights(options.base_model)
-        weights, config = convert_peft(
-            options.in_file,
-            options.storage_type,
-            partial,
-            invocation=invocation,
-            base=base,
-            text_only=options.lora_text_only,
-        )
+        base, text_only = base_weights(options.base_model), options.lora_text_only
+        given = options.in_file, options.storage_type, partial
+        weights, config = convert_peft(*given, invocation=invocation, base=base, text_only=text_only)
     except AdapterInvalidError as error:
         print(f"{options.in_file}: {error}", file=sys.stderr)
         return 1
@@ -194,9 +259,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.out_dir} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return 0
-
-
-ADAPTER = MODULE.rpartition(".")[2]
 
 
 def write_runtime_tensors(archive: Path, out_dir: Path, storage_type: str) -> list[tuple[int, int]]:

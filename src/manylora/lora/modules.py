@@ -136,23 +136,20 @@ class LoraModule:
     """A [rank, in_dim] and B [out_dim, rank]; sizes over all ranks.
 
     counted: whether it takes part in the page geometry. Fused modules do not if their parts do: they would
-             double the size of a page and are never used together with their parts.
-    parts:   for a module of several parts, such as a fused one: sizes that sum to out_dim. Ranks split each
-             of them. For a routed-expert module, the parts of each expert.
-    groups, transposed: how a checkpoint stores the base model's matrix: as this many stacks of the parts, and
-             as [in, out].
+    double the size of a page and are never used together with their parts.
+    parts: for a module of several parts, such as a fused one: sizes that sum to out_dim, each of which ranks
+    split. For a routed-expert module, those of each expert.
+    groups, transposed: how a checkpoint stores the base model's matrix: in as many stacks of the parts, and
+    as [in, out].
     experts: > 1: the dimensions are of all experts together. A is [experts, rank, in_dim / experts] and B
-             [experts, out_dim / experts, rank].
-    layers:  layers that have the module; None: all.
-    others:  the module with the sizes that it has on other layers, given by `layers` of each. The sizes of
-             this object are the largest. Empty: all layers are equal.
-    encoder_layers: number of encoder layers, which precede the decoder's. 0: no encoder.
+    [experts, out_dim / experts, rank].
+    layers: that have the module; None: all. others: the module with its sizes on other layers, where it has
+    smaller ones; empty: all layers are equal.
+    encoder_layers: number of encoder layers, which precede the decoder's. gated: whether MLPs have a gate.
     gate_first: whether PEFT directories store a fused gate and up as PEFT trains them, [gate; up].
-    gated: whether the model's MLPs have a gate.
     interleaved: for routed experts, whether rows of gate and up alternate in PEFT's fused matrix.
     named_decoder: whether PEFT's layer names start with `decoder.` although there is no encoder.
-    unused: layers without the module for which adapters may still have it: generation never reads what it
-             computed in training.
+    unused: layers without the module for which adapters may still have it, which generation never reads.
     layer_inputs: whether the model has per-layer embeddings.
     allowed: the target modules that were asked for, where these are not all. Empty: all.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -68,20 +68,15 @@ def inspect_adapter(
         report.kind, report.source = source.kind, source.path
         if source.kind == "peft":
             report.form = form_of(read_settings(source.path))
-        modules = lora_modules(base.config, base.cache.target_modules) if base else None
-        bounds = Bounds.of_any_rank(modules, base.config.num_layers) if base and modules else ANY_MODEL
-        weights_of_base = BaseWeights(base.model_dir) if base else None
-        depth, notes = base.config.num_layers if base else None, list[str]()
-        options = ReadOptions(
-            modules,
-            weights_of_base,
-            bounds,
-            allow_bin,
-            text_only=text_only,
-            num_layers=depth,
-            shared=base is not None,
-            tell=notes.append,
-        )
+        notes = list[str]()
+        options = ReadOptions(allow_bin=allow_bin, text_only=text_only, shared=False, tell=notes.append)
+        if base is not None:
+            modules, depth = lora_modules(base.config, base.cache.target_modules), base.config.num_layers
+            bounds = Bounds.of_any_rank(modules, depth) if modules else ANY_MODEL
+            weights = BaseWeights(base.model_dir)
+            options = replace(
+                options, modules=modules, base=weights, bounds=bounds, num_layers=depth, shared=True
+            )
         report.dtype = source_dtype(source, options)
         _read(report, source, base, options)
         report.notes = (*notes, *report.notes)

@@ -86,6 +86,19 @@ class AdapterStore:
         return self._parts.reader(modules, narrow=narrow)
 
     def stats(self) -> AdapterStats:
+        host, device, library = self._cache.host, self._cache.device, self.library
+        state = (
+            *(host.num_stores, host.num_evictions),
+            *(self._transfers.num_loads, device.num_evictions, library.num_binds),
+            *self._pins,
+        )
+        if state != self._residents[0]:
+            found = []
+            for task_id, digest in library.bound():
+                if (entry := host.entries.get(digest)) is not None:
+                    place = len(entry.pages), digest in device.entries, entry.content.rank
+                    found.append(Resident(library.name_of(task_id), *place, task_id in self._pins))
+            self._residents = (state, tuple(found))
         return replace(
             self._cache.stats(),
             page_bytes=self._pool.page_bytes,
@@ -94,7 +107,7 @@ class AdapterStore:
             source_loads=self.library.num_loads,
             inert_loads=self.library.num_inert,
             max_device_adapters=self._parts.max_device_adapters,
-            residents=self._list_residents(),
+            residents=self._residents[1],
         )
 
     def map(self) -> CacheMap:
@@ -426,29 +439,6 @@ class AdapterStore:
         for lease in self._waiting.pop(digest):
             lease.carried = shared
         return True
-
-    def _list_residents(self) -> tuple[Resident, ...]:
-        """The adapters in the cache. The list is made again only after a change."""
-        host, device, library = self._cache.host, self._cache.device, self.library
-        state = (
-            *(host.num_stores, host.num_evictions),
-            *(self._transfers.num_loads, device.num_evictions, library.num_binds),
-            *self._pins,
-        )
-        if state != self._residents[0]:
-            found = tuple(
-                Resident(
-                    library.name_of(task_id),
-                    len(host.entries[digest].pages),
-                    digest in device.entries,
-                    host.entries[digest].content.rank,
-                    task_id in self._pins,
-                )
-                for task_id, digest in library.bound()
-                if digest in host.entries
-            )
-            self._residents = (state, found)
-        return self._residents[1]
 
     def _unpin(self, lease: AdapterLease) -> None:
         self._cache.device.unpin(lease.digest)

@@ -15,9 +15,8 @@ from manylora.errors import AdapterError, RequestError
 from manylora.lora.catalog.catalog import AdapterCatalog
 from manylora.lora.catalog.entry import Terms, Version
 from manylora.lora.catalog.pinning import Pinning
-from manylora.lora.catalog.record import Kept
 from manylora.lora.catalog.shared import SharedAdapters
-from manylora.lora.catalog.uploads import Uploads
+from manylora.lora.catalog.uploads import Kept, Uploads
 from manylora.openai.api.errors import ApiError, adapter_problem, as_api_error, check_name, invalid_value
 from manylora.openai.api.parsing import validate
 from manylora.openai.api.schema import LoadRequest, LoadTerms, PinRequest, UnloadRequest

@@ -27,13 +27,11 @@ from manylora.lora.bounds import Bounds
 from manylora.lora.catalog.catalog import AdapterCatalog
 from manylora.lora.catalog.files import folders_of
 from manylora.lora.catalog.levels import DiskLevel
-from manylora.lora.catalog.names import is_name
+from manylora.lora.catalog.names import Versions, is_name
 from manylora.lora.catalog.pinning import Pinning
 from manylora.lora.catalog.reader import AdapterReader
-from manylora.lora.catalog.record import AdapterRecord
 from manylora.lora.catalog.shared import SharedAdapters
-from manylora.lora.catalog.uploads import Uploads
-from manylora.lora.catalog.versions import Versions
+from manylora.lora.catalog.uploads import AdapterRecord, Uploads
 from manylora.lora.formats.base_weights import BaseWeights
 from manylora.lora.formats.read_options import ReadOptions
 from manylora.lora.modules import lora_modules

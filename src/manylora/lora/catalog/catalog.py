@@ -32,10 +32,9 @@ from manylora.lora.catalog.files import (
     path_below,
 )
 from manylora.lora.catalog.levels import DiskLevel
-from manylora.lora.catalog.names import MAX_ALIASES, Aliases, name_problem
+from manylora.lora.catalog.names import MAX_ALIASES, Aliases, Versions, name_problem
 from manylora.lora.catalog.reader import AdapterReader
 from manylora.lora.catalog.uploads import Uploads
-from manylora.lora.catalog.versions import Versions
 from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.lora.text.adapter_text import AdapterTexts
 from manylora.system.waits import cancel_and_wait

@@ -20,8 +20,8 @@ from manylora.errors import AdapterError, RequestError
 from manylora.lora.catalog.files import Fingerprint, age_s, fingerprint, is_passing
 from manylora.lora.catalog.levels import DiskLevel, MemoryLevel
 from manylora.lora.catalog.library import task_id_of
+from manylora.lora.catalog.names import Versions
 from manylora.lora.catalog.reader import AdapterFacts, AdapterReader, ReadAdapter
-from manylora.lora.catalog.versions import Versions
 from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.lora.text.adapter_text import AdapterText, AdapterTexts
 from manylora.system.threads import lower_priority

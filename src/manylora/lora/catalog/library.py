@@ -19,8 +19,8 @@ from manylora.errors import (
 )
 from manylora.lora.catalog.files import AdapterFolders, Fingerprint, fingerprint, is_due
 from manylora.lora.catalog.levels import DiskLevel
+from manylora.lora.catalog.names import Versions
 from manylora.lora.catalog.reader import AdapterReader
-from manylora.lora.catalog.versions import Versions
 from manylora.lora.formats.safe_files import is_folder
 from manylora.lora.formats.sources import find_source
 from manylora.lora.rules import NOTHING

@@ -16,7 +16,7 @@ from manylora.lora.catalog.catalog import AdapterCatalog
 from manylora.lora.catalog.entry import AdapterEntry, CatalogError
 from manylora.lora.catalog.names import is_name
 from manylora.lora.catalog.pinning import Pinning
-from manylora.lora.catalog.record import (
+from manylora.lora.catalog.uploads import (
     SUFFIX,
     AdapterRecord,
     Kept,

@@ -85,9 +85,7 @@ class AdapterRoutes:
         return await self._loaded(name, body.pinned, known, version.facts.notes)
 
     async def put(self, request: Request) -> Response:
-        """Load the adapter's file in the body under a new name or in place of an old version. It serves at
-        once.
-        """
+        """Load the adapter's file in the body under a new name or in place of an old version."""
         key = self._loader(request)
         if content_type(request) != "application/octet-stream":
             reason = "The body must be a safetensors file, sent as application/octet-stream"
@@ -166,9 +164,7 @@ class AdapterRoutes:
         )
 
     async def _loaded(self, name: str, pinned: bool, known: bool, notes: Sequence[str]) -> Response:
-        """known: an adapter had this name before. Otherwise it is unloaded again if it cannot be pinned.
-        notes: warnings about settings that may not be what was meant.
-        """
+        """known: whether the name existed. notes: warnings about settings that may not be what was meant."""
         self._keep(name)
         if pinned:
             try:
@@ -214,9 +210,7 @@ class AdapterRoutes:
             raise ApiError(403, "not_allowed", reason)
 
     def _check_own(self, name: str, key: ApiKey, *, new: bool = False) -> None:
-        """Whether a key may load or unload a name. Raises ApiError, the same for names it does not own and
-        names it must not see.
-        """
+        """Whether a key may load or unload a name. Raises one ApiError for all reasons."""
         if key.admin:
             return
         free = new and not self._catalog.has(name) and name not in self._catalog.aliases

@@ -35,7 +35,7 @@ from manylora.openai.batches.store import BATCH_KEY, BatchStore
 from manylora.openai.options import ServeOptions
 from manylora.openai.page.cache_status import CacheStatus
 from manylora.openai.page.page import BODIES, docs_page, document, page_file
-from manylora.openai.serving import anthropic, ollama
+from manylora.openai.serving import anthropic, ollama, transport
 from manylora.openai.serving.backend import Backend
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey, HostCheck, Keyring
@@ -43,16 +43,7 @@ from manylora.openai.serving.metrics import CONTENT_TYPE, Metrics
 from manylora.openai.serving.models import adapter_card, base_card, state_of, tiers
 from manylora.openai.serving.pooled import PooledApi
 from manylora.openai.serving.responses_api import RecentItems, respond
-from manylora.openai.serving.transport import (
-    SMALL,
-    BodyMemory,
-    EventStream,
-    credentials,
-    error_response,
-    query_number,
-    read_body,
-    request_id,
-)
+from manylora.openai.serving.transport import EventStream, error_response, request_id
 from manylora.version import __version__
 
 logger = logging.getLogger("manylora")
@@ -63,9 +54,7 @@ OLLAMA, ANTHROPIC = "/api/", "/v1/messages"
 
 @dataclass(eq=False)
 class AppContext:
-    """What the routes work with. uploads: adapters sent as request bodies. created: Unix time. shared: set if
-    several servers have one catalog.
-    """
+    """What the routes work with. created: Unix time. shared: set if several servers have one catalog."""
 
     backend: Backend
     inference: Inference
@@ -205,7 +194,7 @@ class _Routes:
             context.shared,
         )
         self.batches = BatchRoutes(self.key, batches)
-        self._body_memory = BodyMemory(BODIES_AT_ONCE * context.options.max_request_bytes)
+        self._body_memory = transport.BodyMemory(BODIES_AT_ONCE * context.options.max_request_bytes)
         self._parsing = asyncio.Lock()
         inference.on_disconnect = context.metrics.count_disconnect
 
@@ -305,20 +294,20 @@ class _Routes:
 
     async def cache(self, request: Request) -> Response:
         key = self.key(request)
-        given = {name: query_number(request, name) for name in ("changes_after", "points_after")}
+        given = {name: transport.query_number(request, name) for name in ("changes_after", "points_after")}
         status = await self._status.snapshot(key, **given)
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
 
     def key(self, request: Request) -> ApiKey:
         of_batch: ApiKey | None = request.scope.get(BATCH_KEY)
-        return of_batch or self.context.keyring.identify(credentials(request))
+        return of_batch or self.context.keyring.identify(transport.credentials(request))
 
     async def _body(self, request: Request, kind: type[BodyT], *, any_type: bool = False) -> BodyT:
         """any_type: accept any Content-Type."""
         with self._body_memory.reserve() as grow:
             most = self.context.options.max_request_bytes
-            raw = await read_body(request, most, grow, any_type=any_type)
-            if len(raw) <= SMALL:
+            raw = await transport.read_body(request, most, grow, any_type=any_type)
+            if len(raw) <= transport.SMALL:
                 return parse(raw, kind)
             async with self._parsing:  # other requests are served between two large bodies
                 started = time.monotonic()

@@ -71,9 +71,7 @@ OptionsT = TypeVar("OptionsT", bound=ServeOptions)
 
 
 def parse_options(arguments: Sequence[str]) -> ServeOptions:
-    """Options from the command line, which overrides the file it names. Raises ConfigError; argparse may
-    exit.
-    """
+    """Options from the command line, which overrides the file it names. Raises ConfigError."""
     return parse(arguments, ServeOptions, "serve", "Serve a model and its adapters over the OpenAI API.")
 
 
@@ -187,9 +185,7 @@ def _whole(text: str) -> int:
 def _settings(
     file: Mapping[str, Any], flags: Mapping[str, Any], path: Path | None, kind: type[ServeOptions]
 ) -> dict[str, Any]:
-    """Fields of the options class, and the model if the file names it. path: of the file. Raises
-    ConfigError.
-    """
+    """Fields of the options class, and the model if the file at `path` names it. Raises ConfigError."""
     own, engine = _take_engine(flags)
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
     try:
@@ -207,11 +203,7 @@ def _settings(
 
 
 def _take_engine(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """given: values by flag. Returns those that are left, and arguments of `LLM` by name, PART.FIELD in a
-    nested config.
-
-    Raises ConfigError for what is not available here, with what to use instead.
-    """
+    """given: by flag. Returns what is left, and arguments of `LLM` (PART.FIELD if nested)."""
     left, found = dict[str, Any](), dict[str, Any]()
     for name, value in given.items():
         if name in SERVE or name in SERVE_SWITCHES:

@@ -47,9 +47,7 @@ ENGINE_NAMES = {row.name: f"--{row.flags[0].replace('_', '-')}" for row in SETTI
 
 @dataclass(frozen=True)
 class NamedAdapter:
-    """path: a folder, a file, or a hub id. text: which of its own text settings are used. pinned: it stays in
-    the cache.
-    """
+    """path: a folder, a file, or a hub id. text: which of its own text settings are used."""
 
     name: str
     path: str
@@ -58,11 +56,7 @@ class NamedAdapter:
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> NamedAdapter:
-        """NAME=PATH, or vLLM's JSON object (base_model_name has no effect), also with the keys of
-        `TextSource`.
-
-        Raises ArgumentTypeError.
-        """
+        """NAME=PATH, or vLLM's JSON object, also with the keys of `TextSource`. Raises ArgumentTypeError."""
         name, equals, path = given.partition("=") if isinstance(given, str) else ("", "", "")
         text, pinned = TextSource(), False
         if isinstance(given, Mapping) or name.lstrip().startswith("{"):
@@ -278,9 +272,7 @@ class ServeOptions:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The base model's path as it was given, by which clients of vLLM and trtllm-serve call it, and a
-        GGUF file's name, by which clients of llama.cpp do.
-        """
+        """What clients of other servers call it: its path as it was given, and a GGUF file's name."""
         file = (Path(self.model).name,) if is_gguf(Path(self.model)) else ()
         return str(self.model), f"{self.model}/", *file, *self.given_paths
 
@@ -291,10 +283,7 @@ class ServeOptions:
         return not any(map(is_hub_id, given))
 
     def located(self) -> ServeOptions:
-        """The same with hub ids replaced by folders. Files that are not in the cache are downloaded.
-
-        Raises ConfigError, also for a folder that is not a model, tokenizer or adapter.
-        """
+        """The same with folders for hub ids, downloaded if need be. Raises ConfigError."""
         model = local_model(self.model, self.revision, self.download_dir)
         check_model_folder(model, weights=self.triton_url is None)
         tokenizer = model

@@ -57,10 +57,9 @@ BATCHES_QUEUED = 2  # in the engine at a time: one runs, one is ready to follow
 
 
 def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason: None) -> Starlette:
-    """Load model, tokenizer and keys, and return the application. Raises ConfigError, ValueError.
+    """Load everything, and return the application. options: may have hub ids. Raises ConfigError, ValueError.
 
-    options: may have hub ids. ended: called once, from any thread, with the reason why the engine will not
-    answer any more.
+    ended: called once, from any thread, with the reason why the engine will not answer any more.
     """
     options = options.located()
     for name in options.bases:
@@ -113,10 +112,9 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
 
 
 def run(options: ServeOptions) -> None:
-    """Serve until a signal. Running requests then have drain_seconds to finish.
+    """Serve until a signal; running requests then have drain_seconds. Exits with status 1 if the engine dies.
 
-    If the engine dies, the process exits with status 1. Raises ConfigError, ValueError, and KeyboardInterrupt
-    after Ctrl-C.
+    Raises ConfigError, ValueError, and KeyboardInterrupt after Ctrl-C.
     """
     reasons: list[str] = []
 
@@ -183,9 +181,7 @@ class _UvicornServer(uvicorn.Server):
 
 @dataclass(frozen=True)
 class _ServedModel:
-    """The engine, and what the HTTP server needs to know about it. start: creates the engine, on the event
-    loop.
-    """
+    """What the server needs to know about an engine. start: creates it, on the event loop."""
 
     start: Callable[[], EngineClient]
     model: ModelConfig

@@ -35,9 +35,7 @@ SERVER_FAULT_PREFIXES = ("The model's logits", "Encountered an error in", "The a
 
 
 class ApiError(RequestError):
-    """code: stable, for programs. message: for people, without paths of this server. param: the wrong field.
-    retry_after: seconds, sent as the Retry-After header.
-    """
+    """code: for programs. message: for people, without this server's paths. retry_after: seconds."""
 
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, retry_after: int | None = None

@@ -15,9 +15,7 @@ from manylora.generation.tokenizer import Tokenizer
 def output_logprobs(
     output: CompletionOutput, alternatives: Sequence[TokenLogprob], start: int = 0
 ) -> list[TokenLogprob]:
-    """Log probabilities of the output's tokens from `start` on. alternatives: for each token so far, or
-    empty.
-    """
+    """Of the output's tokens from `start` on. alternatives: for each token so far, or empty."""
     if alternatives:
         return list(alternatives[start : len(output.token_ids)])
     ids, known = output.token_ids[start:], (output.logprobs or [])[start:]
@@ -46,10 +44,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[
 
 
 class TextOffsets:
-    """Where the tokens of a choice start in its text.
-
-    stream: decodes that text. start: offset of the first token. num_unseen: preceding tokens without text.
-    """
+    """Where tokens start in the text that `stream` decodes. num_unseen: first tokens without text."""
 
     def __init__(self, stream: TextStream, start: int, num_unseen: int = 0) -> None:
         self._stream, self._at, self._num_unseen = stream, start, num_unseen
@@ -97,11 +92,7 @@ def joined(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[
 def ranked_logprobs(
     ids: Sequence[int], logits: np.ndarray, top: int, tokenizer: Tokenizer
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's `prompt_logprobs`: for each prompt token its own entry and those of the most probable tokens, by
-    id.
-
-    None for the first token. logits: as in `prompt_logprobs`.
-    """
+    """vLLM's `prompt_logprobs`: each prompt token's entry and the most probable ones, by id."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         text = tokenizer.decode([token_id], skip_special_tokens=False)

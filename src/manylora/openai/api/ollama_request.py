@@ -222,9 +222,7 @@ def _sampling(body: OllamaChat | OllamaGenerate, model: str) -> dict[str, Any]:
 
 
 def _messages(body: OllamaChat) -> list[dict[str, Any]]:
-    """Ollama's tool calls may have no ids. A result then belongs to the first open call of its name, or else
-    to the first open call.
-    """
+    """A tool's result without an id belongs to the first open call of its name, or else to the first."""
     found: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []  # ids and names
     number = 0

@@ -1,6 +1,4 @@
-"""Converts the fields of a request body to a Decoding: sampling parameters, stop rules, and the guide of its
-tools, of response_format, or of the fields of vLLM and SGLang.
-"""
+"""Converts a request body to a Decoding: sampling parameters, stop rules, and a guide."""
 
 from __future__ import annotations
 
@@ -20,16 +18,8 @@ from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.generation.guides import choice_pattern, json_guide
 from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
-from manylora.openai.api import schema
-from manylora.openai.api.errors import (
-    FORMAT,
-    ApiError,
-    as_api_error,
-    context_length,
-    invalid_value,
-    renamed,
-    unsupported_field,
-)
+from manylora.openai.api import errors, schema
+from manylora.openai.api.errors import FORMAT, ApiError, context_length, invalid_value, unsupported_field
 from manylora.openai.api.parsing import check_size
 from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest
 from manylora.openai.api.tools import ToolUse, tool_use
@@ -48,9 +38,8 @@ FORBIDDEN = -1e9  # added to logits of forbidden tokens; infinity is not allowed
 class Limits:
     """What one request may ask for.
 
-    max_seq_len: prompt and output, in tokens. max_sequences: outputs of all prompts together. logits_bytes:
-    float32 logits of one prompt, needed for log probabilities with echo. max_samples: outputs of one prompt;
-    the engine's batch size.
+    max_sequences: of all prompts together; max_samples: of one. logits_bytes: float32 logits of one prompt,
+    needed for log probabilities with echo.
     """
 
     max_seq_len: int
@@ -62,9 +51,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Shared:
-    """Computed once for all prompts of a body. logit_bias: [vocabulary] float32. guide_field: the field that
-    the guide came from. use: tools that the output may call.
-    """
+    """Computed once for all prompts of a body. guide_field: the field that the guide came from."""
 
     logit_bias: np.ndarray | None
     guide: Guide | None
@@ -88,11 +75,7 @@ def plan(
     shared: Shared | None = None,
     defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> Decoding:
-    """num_prompt: number of prompt tokens. shared: computed if None. defaults: for fields that the body
-    leaves out.
-
-    Raises ApiError, and what `decoding_of` raises.
-    """
+    """defaults: for fields that the body leaves out. Raises ApiError, and what `decoding_of` raises."""
     own_minimum = "min_tokens" in body.model_fields_set
     more = {name: value for name, value in defaults.fields.items() if name not in body.model_fields_set}
     body = body.model_copy(update=more)
@@ -222,9 +205,7 @@ OF_STRUCTURED = ("json_", "regex", "choice", "grammar", "json_object")
 
 
 def guide_of(body: GenerationRequest, use: ToolUse | None) -> tuple[str, Guide | None]:
-    """The field that constrains the output, and its guide. None: free text. Raises ApiError, also if two
-    fields constrain it. use: from `tool_use`.
-    """
+    """The field that constrains the output, and its guide. Raises ApiError, also if two fields do."""
     found = [(field, guide) for field, make in _wanted(body) if (guide := _made(field, make)) is not None]
     if use is not None:
         # If only tool calls are allowed, a text format has no effect. Some clients send both.
@@ -244,7 +225,7 @@ def _made(field: str, make: Callable[[], Guide | None]) -> Guide | None:
     try:
         return make()
     except RequestError as error:
-        raise renamed(as_api_error(error), {FORMAT: field}) from error
+        raise errors.renamed(errors.as_api_error(error), {FORMAT: field}) from error
 
 
 def _wanted(body: GenerationRequest) -> Iterator[tuple[str, Callable[[], Guide | None]]]:

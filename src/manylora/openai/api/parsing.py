@@ -65,9 +65,8 @@ def validate(value: dict[str, Any], kind: type[BodyT]) -> BodyT:
 
 
 def check_size(raw: bytes | bytearray) -> None:
-    """Limit the number of JSON values before any is made, with a few passes over the bytes. Each becomes a
-    Python object, which takes a hundred times the time and memory of its text, and other clients wait
-    meanwhile. Raises ApiError 413.
+    """Raises ApiError 413 for too many JSON values, before any is made: each takes a hundred times the time
+    and memory of its text.
     """
     if len(raw) <= MAX_BRACKETS:
         return
@@ -87,10 +86,7 @@ def _not_supported(name: str) -> ApiError:
 
 
 def api_error(error: ValidationError, where: str = "") -> ApiError:
-    """The first error. Unknown fields come before all others, because a union reports every branch.
-
-    where: path of the validated value in the body.
-    """
+    """The first error, unknown fields before others. where: path of the validated value in the body."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = found[0]
     if first["loc"] and first["type"].endswith("_type"):  # of a union, the branch whose type fits

@@ -126,10 +126,8 @@ class NeutralFields(Body):
 
 
 class TemplateFields(Body):
-    """How messages become a prompt.
-
-    chat_template_kwargs: variables for the chat template. continue_final_message: the prompt ends inside the
-    last message, and the output continues it. add_generation_prompt: false: do not start an assistant turn.
+    """continue_final_message: the prompt ends inside the last message. add_generation_prompt: false: do not
+    start an assistant turn.
     """
 
     chat_template_kwargs: Annotated[
@@ -154,9 +152,7 @@ def _first_wrong_bias(given: Any) -> Any:
 
 
 class LoraRequest(Body):
-    """As in TensorRT-LLM's servers. lora_int_id is validated but not used: adapters are identified by
-    content.
-    """
+    """As in TensorRT-LLM's servers. lora_int_id has no effect: adapters are identified by content."""
 
     lora_name: Text | None = None
     lora_int_id: int | None = Field(None, ge=0, le=2**64 - 1)
@@ -172,8 +168,8 @@ class LoraMember(Body):
 
 
 class ResponseFormat(Body):
-    """json_schema needs json_schema.schema. regex, ebnf and lark_grammar need a field of the same name.
-    llguidance needs grammar, in llguidance's JSON form.
+    """json_schema needs json_schema.schema; regex, ebnf and lark_grammar a field of the same name; llguidance
+    its JSON form in grammar.
     """
 
     type: Literal["text", "json_object", "json_schema", "regex", "ebnf", "lark_grammar", "llguidance"]

@@ -1,6 +1,4 @@
-"""Tools of a chat: how they are shown to the model, guided decoding for calls, and parsing calls from the
-output.
-"""
+"""Tools of a chat: how the model sees them, guides for calls, and parsing calls from the output."""
 
 from __future__ import annotations
 
@@ -113,10 +111,9 @@ class ToolCallParser:
         self.num_calls = 0
 
     def add(self, text: str, final: bool, cut: bool = False) -> tuple[str, Calls]:
-        """New content, and the calls. Calls are returned only with the final text.
+        """New content, and the calls, which come with the final text only.
 
-        cut: the output reached its token limit, so the last call may be incomplete. It is returned with the
-        start of its arguments, or left out if its name is incomplete.
+        cut: the token limit was reached. An incomplete last call is returned with the start of its arguments.
         """
         self._pending += text
         if final:
@@ -208,9 +205,7 @@ def _arguments(tool: Tool) -> dict[str, Any]:
 
 
 def _any_call(tools: Sequence[Tool]) -> dict[str, Any]:
-    """JSON schema of a call of any of these tools. `$defs` move to the top level, where references
-    resolve.
-    """
+    """JSON schema of a call of any of these tools. `$defs` move to the top level."""
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
     for tool in tools:

@@ -54,10 +54,7 @@ class BatchInvalidError(ConfigError):
 
 @dataclass(frozen=True)
 class BatchLine:
-    """Where a request is in its file.
-
-    model: as in its body. offset, size: in bytes. digest: of the line, which names it in the answers' file.
-    """
+    """Where a request is in its file, in bytes. digest: of the line, which names it in the answers' file."""
 
     custom_id: str
     url: str
@@ -68,10 +65,9 @@ class BatchLine:
 
 
 def read_lines(path: Path, max_bytes: int, endpoint: str | None = None) -> list[BatchLine]:
-    """The lines of a file, in their order. Empty ones are passed by.
+    """The lines of a file that are not empty. endpoint: the path that all must ask; None: any of ENDPOINTS.
 
-    max_bytes: of one line. endpoint: the path that all must ask; None: any of ENDPOINTS. Raises
-    BatchInvalidError with the first MAX_PROBLEMS wrong lines.
+    Raises BatchInvalidError with the first MAX_PROBLEMS wrong lines.
     """
     found: list[BatchLine] = []
     seen: set[str] = set()
@@ -206,10 +202,7 @@ class AnswerFile:
         self._end += len(raw) + 1
 
     def write(self, lines: Sequence[BatchLine], output: Path, *, ok: bool | None = None) -> None:
-        """Write the answers in the order of their requests.
-
-        ok: only those that succeeded, or that failed; None: all. The file is there whole, or not at all.
-        """
+        """Write the answers in the order of their requests, whole or not at all. ok: None: all of them."""
         partial = output.with_name(f"{output.name}.partial")
         with partial.open("wb") as file:
             for line in lines:

@@ -19,16 +19,8 @@ from typing import Any, BinaryIO
 from starlette.types import ASGIApp
 
 from manylora.openai.api.errors import ApiError
-from manylora.openai.batches.lines import (
-    AnswerFile,
-    BatchInvalidError,
-    BatchLine,
-    NoRoomError,
-    ServerEndedError,
-    answer_lines,
-    read_lines,
-    unanswered,
-)
+from manylora.openai.batches import lines as batch_lines
+from manylora.openai.batches.lines import AnswerFile, BatchLine, NoRoomError
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.system.folders import hold, make_temporary, remove_temporary
 
@@ -98,10 +90,9 @@ class Batch:
 
 
 class BatchStore:
-    """Belongs to the event loop.
+    """Belongs to the event loop. at_once: lines in work. max_line: bytes.
 
-    app: asked for each line. max_bytes: of all files together. folder: None creates a temporary one, which
-    `close` removes. at_once: lines in work. max_line: bytes of a line.
+    max_bytes: of all files together. folder: None creates a temporary one, which `close` removes.
     """
 
     def __init__(
@@ -261,7 +252,7 @@ class BatchStore:
                     try:
                         await self._answer(batch)
                         return
-                    except ServerEndedError:  # it may be back; else the next start goes on
+                    except batch_lines.ServerEndedError:  # it may be back; else the next start goes on
                         await asyncio.sleep(RETRY_S)
         except asyncio.CancelledError:
             if self._closing:
@@ -278,8 +269,10 @@ class BatchStore:
             self._fail(batch, "not_found", f"its {what} does not exist any more")
             return
         try:
-            lines = await asyncio.to_thread(read_lines, self.path(file), self._max_line, batch.endpoint)
-        except BatchInvalidError as error:
+            lines = await asyncio.to_thread(
+                batch_lines.read_lines, self.path(file), self._max_line, batch.endpoint
+            )
+        except batch_lines.BatchInvalidError as error:
             batch.errors = [
                 {"code": one.code, "line": one.number, "message": one.message, "param": one.param}
                 for one in error.problems
@@ -308,7 +301,7 @@ class BatchStore:
             batch.completed, batch.failed = answers.completed, answers.failed
 
         count()
-        work = answer_lines(
+        work = batch_lines.answer_lines(
             self._app, self.path(self.files[batch.input_file_id]), lines, answers, self._slots,
             self._at_once, {BATCH_KEY: key}, count,
         )  # fmt: skip
@@ -319,7 +312,7 @@ class BatchStore:
             except asyncio.TimeoutError:
                 for line in lines:
                     if line not in answers:
-                        expired = unanswered(line, "batch_expired", "The batch has expired")
+                        expired = batch_lines.unanswered(line, "batch_expired", "The batch has expired")
                         answers.add(line, expired, ok=False)
                 return "expired"
         except NoRoomError as error:
@@ -332,9 +325,7 @@ class BatchStore:
         return "failed"
 
     async def _finish(self, batch: Batch, lines: list[BatchLine], answers: AnswerFile, status: str) -> None:
-        """Write what was answered to files, and end the batch. Until it expires, a disk that does not take
-        them is tried again.
-        """
+        """Write what was answered to files, until the disk takes them or the batch expires, and end it."""
         if status != "cancelled":
             batch.status = "finalizing"
         batch.finalizing_at = int(time.time())

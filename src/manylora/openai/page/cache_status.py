@@ -22,9 +22,7 @@ REST = "rest"
 
 
 class CacheStatus:
-    """Belongs to the event loop it is created on. The engine builds a cache map only when a page asks for
-    it.
-    """
+    """Belongs to its event loop. The engine builds a cache map only when a page asks for it."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -112,9 +110,8 @@ class CacheStatus:
         ]
 
     def _owner(self, one: MappedAdapter | CacheChange, key: ApiKey) -> dict[str, Any]:
-        """An opaque id, and the name if the key may see it.
-
-        who: "named", "former" (content that no name refers to any more) or "hidden".
+        """An opaque id, and the name if the key may see it. who: "former": content that no name refers to
+        now.
         """
         owner_of = self._backend.catalog.owner_of
         name = next((name for name in one.names if key.may_see(name, owner_of(name))), None)

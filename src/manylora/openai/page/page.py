@@ -1,6 +1,4 @@
-"""The static files of the status page, and the OpenAPI document, from the pydantic models of the bodies, also
-as a page.
-"""
+"""The status page's files, and the OpenAPI document, from the bodies' models, also as a page."""
 
 from __future__ import annotations
 

@@ -102,9 +102,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """The output is not split: what the model thinks is part of its text. budget_tokens and display have no
-    effect.
-    """
+    """What the model thinks is part of its text. budget_tokens and display have no effect."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)

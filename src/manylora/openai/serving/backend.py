@@ -20,15 +20,8 @@ from manylora.lora.catalog.library import task_id_of
 from manylora.lora.catalog.pinning import EnginePins
 from manylora.lora.leases import digest_of_mix
 from manylora.lora.tensors import Adapter, FileAdapter
-from manylora.openai.api.errors import (
-    FORMAT,
-    ApiError,
-    adapter_cache_busy,
-    as_api_error,
-    invalid_value,
-    renamed,
-    unsupported_field,
-)
+from manylora.openai.api import errors
+from manylora.openai.api.errors import FORMAT, ApiError, as_api_error, invalid_value
 from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.history import History
 from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
@@ -41,16 +34,12 @@ MAP_TIMEOUT_S = 2.0  # the engine may be in a step with a long prompt
 MAX_ATTEMPTS = 4  # the adapter may be evicted each time before the engine admits the request
 Meter = Callable[[LoraInput | LoraMix | None, Event, float], None]
 Wake = Callable[[], None]
-
-
 Item = TypeVar("Item")
 
 
 class EventQueue(Generic[Item]):
-    """`put` items and then `wake`, from any thread. `take` is called on the event loop with all items so far.
-
-    Waking is a system call and makes the event loop compete for the GIL. Call it once per engine step, not
-    once per token.
+    """`put` items, then `wake` once per engine step, from any thread: it is a system call and competes for
+    the GIL. `take` is called on the event loop with all items so far.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[list[Item]], None]) -> None:
@@ -97,10 +86,7 @@ class Signal:
 
 
 class EngineClient(Protocol):
-    """What the backend needs from an engine, in this process or on Triton.
-
-    submit: errors of the request go to its sink as one last event, from any thread.
-    """
+    """An engine, in this process or on Triton. Errors of a request go to its sink, from any thread."""
 
     def on_events(self, wake: Wake) -> None:
         """Set a callback that is called from any thread after the sinks, once for all events of a step."""
@@ -169,7 +155,7 @@ class Call(Generic[JobT]):
     def error(self) -> ApiError | None:
         """Why it failed."""
         error = self.generation.error
-        return None if error is None else renamed(as_api_error(error), {FORMAT: self.guide_field})
+        return None if error is None else errors.renamed(as_api_error(error), {FORMAT: self.guide_field})
 
     def take(self, event: Event) -> None:
         finished = self.generation.finished
@@ -183,10 +169,7 @@ class Call(Generic[JobT]):
 
 
 class Backend:
-    """Belongs to the event loop it is created on.
-
-    meter: called for every sequence that ends, with the seconds that its request waited here.
-    """
+    """Belongs to its event loop. meter: called for every ended sequence, with the seconds it waited here."""
 
     def __init__(
         self,
@@ -306,7 +289,7 @@ class Backend:
             raise invalid_value(reason, "lora_version")
         if call.follow and not self.engine.follows:
             reason = "lora_version follow needs the engine in this server, not behind triton_url: use keep"
-            raise unsupported_field(reason, "lora_version")
+            raise errors.unsupported_field(reason, "lora_version")
         versions: list[tuple[Version, float]] = []
         with contextlib.ExitStack() as stack:
             for name, scale in call.adapters:
@@ -329,9 +312,7 @@ class Backend:
         return version
 
     async def _try_to_send(self, call: Call[Any], versions: list[tuple[Version, float]]) -> None:
-        """Send only the ids of adapters that are in the cache or on the way to it. For others also send
-        tensors.
-        """
+        """Send only ids of adapters that are in the cache or on the way to it. For others also tensors."""
         for attempt in range(MAX_ATTEMPTS):
             members: list[tuple[LoraInput, float]] = []
             for place, (version, scale) in enumerate(versions):
@@ -355,7 +336,7 @@ class Backend:
                 return
             except (AdapterNotCachedError, AdapterChangedError):
                 continue  # evicted, or its files changed, meanwhile
-        raise adapter_cache_busy()
+        raise errors.adapter_cache_busy()
 
     async def _through_engine(self, call: Call[Any], lora: LoraInput | LoraMix | None) -> None:
         """Raises AdapterNotCachedError if the ids were not enough, and AdapterChangedError."""

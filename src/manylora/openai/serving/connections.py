@@ -55,8 +55,7 @@ class HttpLimits:
 class Clients:
     """The open connections of all listeners. Event loop only.
 
-    A new connection over the limit closes one that is idle, between requests or before its headers are
-    complete. Idle connections therefore cannot lock out clients; only running requests count.
+    A new one over the limit closes one that is idle, so only running requests count.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -97,9 +96,7 @@ class Clients:
 
 
 class Listener(socket.socket):
-    """A listening socket that accepts clients within the limits. asyncio calls `accept` until it would
-    block.
-    """
+    """A socket that accepts clients within the limits. asyncio calls `accept` until it would block."""
 
     def __init__(self, clients: Clients, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -200,10 +197,7 @@ def listen(host: str, port: int, clients: Clients) -> list[Listener]:
 
 
 def check_certificate(certificate: Path | None, key: Path | None) -> None:
-    """Raises ConfigError for files that cannot serve HTTPS.
-
-    key: None if it is in the certificate's file. Both None: no HTTPS.
-    """
+    """Raises ConfigError for files that cannot serve HTTPS. key: None if it is in the certificate's file."""
     for name, path in (("ssl_certfile", certificate), ("ssl_keyfile", key)):
         if path is not None and not path.is_file():
             raise ConfigError(f"{name} {path} is not a file: give a PEM file")

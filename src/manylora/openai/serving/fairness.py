@@ -13,10 +13,9 @@ Waiter = tuple["asyncio.Future[None]", int]
 
 
 class FairQueue:
-    """Limits the number of sequences in the engine. Belongs to the event loop.
+    """Limits the sequences in the engine. Belongs to the event loop. max_waiting: sequences; 0: no limit.
 
-    capacity: in sequences; more than the engine's batch, so that it always has work. max_waiting: sequences
-    that may wait; one request may always wait; 0: no limit.
+    capacity: in sequences; more than the engine's batch, so that it always has work.
     """
 
     def __init__(self, capacity: int, max_waiting: int = 0) -> None:
@@ -31,11 +30,7 @@ class FairQueue:
 
     @asynccontextmanager
     async def turn(self, key: str, cost: int) -> AsyncIterator[None]:
-        """Wait for a slot, and return it at the end. key: the adapter, "" for the base model. cost:
-        sequences.
-
-        Raises ApiError 429 if too many wait.
-        """
+        """Wait for a slot. key: the adapter, or "". cost: sequences. Raises ApiError 429 if too many wait."""
         if not self._waiting and self._fits(cost):
             self._active += cost
         else:

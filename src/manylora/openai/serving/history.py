@@ -18,9 +18,7 @@ MAX_TIMES = 2000  # recorded sequences per point
 
 @dataclass(frozen=True)
 class Point:
-    """seconds: actual duration. tokens: generated in it. sequences: number that ended in it. first_token,
-    latency: seconds of these sequences to the first and to the last token.
-    """
+    """sequences: that ended in it; first_token, latency: their seconds to the first and to the last token."""
 
     number: int
     seconds: float

@@ -15,10 +15,8 @@ STALLED_S = 30.0  # time without progress after which the engine is not ready
 
 
 class InProcessEngine:
-    """Starts the engine's thread. `close` stops it and cancels open requests.
-
-    ended: called once, from another thread, with the reason why the engine's thread died or made no progress
-    for hang_s (0: no limit). Open requests have failed by then.
+    """Starts the engine's thread, which `close` stops. ended: called once, from another thread, with the
+    reason why it died or made no progress for hang_s (0: no limit). Open requests have failed by then.
     """
 
     follows = True

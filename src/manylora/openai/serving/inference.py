@@ -19,26 +19,15 @@ from manylora.generation.generation import Generation
 from manylora.generation.pooled import PooledGeneration
 from manylora.generation.tokenizer import Tokenizer
 from manylora.lora.catalog.names import is_name
+from manylora.openai.api import schema
 from manylora.openai.api.errors import ApiError, as_api_error, check_name, invalid_value, unsupported_field
 from manylora.openai.api.params import Limits, Shared, plan, shared_of
-from manylora.openai.api.schema import (
-    AdapterFields,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    StreamOptions,
-)
+from manylora.openai.api.schema import AdapterFields, ChatRequest, CompletionRequest, GenerationRequest
+from manylora.openai.serving import responses
 from manylora.openai.serving.backend import Backend, Call, Signal
 from manylora.openai.serving.keys import ApiKey
 from manylora.openai.serving.prompts import ChatPrompt, Prompts
-from manylora.openai.serving.responses import (
-    Answers,
-    ChatResponse,
-    CompletionResponse,
-    Echo,
-    ResponseBuilder,
-    RunningCalls,
-)
+from manylora.openai.serving.responses import Answers, Echo, ResponseBuilder, RunningCalls
 from manylora.openai.serving.transport import EventStream, name_of
 from manylora.request import MAX_MIXED, MAX_SCALE, Pooling
 
@@ -48,10 +37,10 @@ BuildResponse = Callable[[Answers], ResponseBuilder]
 
 @dataclass(frozen=True)
 class AdapterChoice:
-    """Which adapters a request asks for.
+    """Which adapters a request asks for. field: that named them. name: None is the base model.
 
-    field: the field that named the adapter. name: None is the base model. source: "hf" or "nemo", if given.
-    mix: several adapters, or one with a scale, as names and scales. `name` is then all names joined by +.
+    source: "hf" or "nemo", if given. mix: several adapters, or one with a scale; `name` is then all joined by
+    +.
     """
 
     field: str = "model"
@@ -66,9 +55,7 @@ class AdapterChoice:
 
     @property
     def alone(self) -> str | None:
-        """The adapter, if exactly one acts: its own text settings then apply. None: the base model's
-        apply.
-        """
+        """The only adapter that acts: its text settings apply. None: the base model's apply."""
         acting = {name for name, scale in self.adapters if scale}
         return acting.pop() if len(acting) == 1 else None
 
@@ -115,9 +102,7 @@ class Inference:
         return await self.chat_from(request, body, asked, await asked.prompts.chat(body), build)
 
     async def ask(self, body: AdapterFields, key: ApiKey) -> ResolvedRequest:
-        """Which adapter a body asks for, and the text settings that apply. Raises as `choose_adapter`, and
-        any error of reading the adapter.
-        """
+        """Which adapter a body asks for, and the text settings that apply. Raises as reading the adapter."""
         choice = self.choose_adapter(body, key)
         prompts, defaults = await self._text_of(choice.alone, fresh=body.load_lora_weights == "always")
         return ResolvedRequest(choice, prompts, defaults)
@@ -133,9 +118,7 @@ class Inference:
         return await self._text_of(name if catalog.has(name) and self.may_use(model, key) else None)
 
     def may_use(self, name: str, key: ApiKey) -> bool:
-        """For an alias its own name counts, because its creator decided who may use it. Not for the base
-        model.
-        """
+        """An alias counts by its own name, because its creator decided who may use it."""
         catalog = self.backend.catalog
         if catalog.aliases.resolve(name) in self.bases:
             return key.may_see(None) and (name in self.bases or key.may_see(name))
@@ -194,8 +177,7 @@ class Inference:
         return await self._respond(request, body, asked, prompts, build=build)
 
     async def probe(self) -> None:
-        """Generate two tokens, or compute a hidden state, with the base model, for health checks. Raises
-        ApiError if that fails.
+        """Generate two tokens, or a hidden state, with the base model. Raises ApiError if that fails.
 
         One at a time: its result is that of everyone who asks meanwhile, or within PROBE_S of its start.
         """
@@ -266,7 +248,7 @@ class Inference:
             run = RunningCalls(self.backend, calls, changed, request, on_disconnect)
             stack.callback(run.close)
             await run.begin()
-            is_chat, options = isinstance(body, ChatRequest), body.stream_options or StreamOptions()
+            is_chat, options = isinstance(body, ChatRequest), body.stream_options or schema.StreamOptions()
             answers = Answers(
                 [call.generation for call in calls],
                 body.n,
@@ -280,7 +262,8 @@ class Inference:
                 expanded_prompt=texts[0] if getattr(body, "return_expanded_prompt", False) else None,
                 echoes=_echoes(body, calls, asked.prompts.tokenizer),
             )
-            builder = (build or (ChatResponse if is_chat else CompletionResponse))(answers)
+            usual = responses.ChatResponse if is_chat else responses.CompletionResponse
+            builder = (build or usual)(answers)
             if body.stream:
                 events = run.stream(builder, options.include_usage)
                 return EventStream(events, run.watcher, stack.pop_all().close, builder.media_type)
@@ -369,13 +352,10 @@ def choose_adapter(
     known: Callable[[str], bool],
     name_of_path: Callable[[str], str],
 ) -> AdapterChoice:
-    """Six fields can name an adapter. All that are given must agree.
+    """Six fields can name an adapter. All that are given must agree: else raises ApiError 400 with two
+    fields.
 
-    bases: the base model's names. known: whether an adapter has this name. name_of_path: returns the name
-    of the adapter at a path, or raises ApiError if the path may not be read.
-
-    Raises ApiError 400, naming both fields when two of them disagree, and for load_lora_weights without an
-    adapter.
+    known: whether an adapter has this name. name_of_path: may raise ApiError.
     """
     choices = list(_by_other_fields(body, known, name_of_path))
     model = body.model

@@ -1,6 +1,4 @@
-"""Who may use the server. Keyring: API keys and what each may use. HostCheck: refuses requests that another
-site's page makes a browser send.
-"""
+"""API keys and what each may use, and a check against requests that other sites' pages send."""
 
 from __future__ import annotations
 
@@ -34,13 +32,11 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(eq=False)
 class ApiKey:
-    """What one API key may do.
+    """What one API key may do. For all four limits 0 means no limit.
 
-    adapters: patterns of names, * matches any characters. base: may use the base model. admin: may load and
-    unload adapters. load: may load adapters as request bodies, under names that match its patterns. Such
-    adapters belong to it: other keys neither see nor use them. max_adapters, max_adapter_bytes: limits on
-    these, in files. max_concurrent: requests at a time. requests_per_minute: a whole minute's requests may
-    come at once; then one more is allowed every 60 / rate seconds. For all four limits 0 means no limit.
+    adapters: patterns of names. admin: may load and unload adapters. load: may load adapters as request
+    bodies, under names that match its patterns; they belong to it: other keys neither see nor use them.
+    requests_per_minute: may come at once; then one more is allowed every 60 / rate seconds.
     """
 
     name: str
@@ -56,9 +52,7 @@ class ApiKey:
     _due_at: float = field(default=0.0, repr=False)  # when the full budget is available again
 
     def may_see(self, adapter: str | None, owner: str = "") -> bool:
-        """Whether it may see and use this adapter; None: the base model. owner: of an adapter that is not
-        public; "": none.
-        """
+        """Whether it may use this adapter; None: the base model. owner: of one that is not public."""
         if adapter is None:
             return self.base
         if owner and owner != self.name and not self.admin:
@@ -97,9 +91,9 @@ class ApiKey:
 
 
 class Keyring:
-    """path: a YAML or JSON file with a list `keys`. plain: further keys, which may use everything. Without
-    any keys none is required. open_admin: whether clients that the file does not name may load and unload
-    adapters. Raises ConfigError.
+    """path: YAML with a list `keys`. plain: further keys, which may use everything. Without any none is
+    required. open_admin: whether clients that the file does not name may load and unload adapters. Raises
+    ConfigError.
     """
 
     def __init__(
@@ -128,9 +122,7 @@ class Keyring:
         return any(key.name == name for key in (self._keys or {}).values())
 
     def loader(self, authorization: str) -> ApiKey:
-        """As `identify`, but the key must be allowed to load adapters in some way. Raises ApiError 401,
-        403.
-        """
+        """As `identify`, for a key that may load adapters in some way. Raises ApiError 401, 403."""
         key = self.identify(authorization)
         if not (key.admin or key.load):
             here = "the file of --api-keys" if self._has_file else "a file given with --api-keys"

@@ -70,9 +70,7 @@ class Metrics:
     def render(
         self, stats: EngineStats, states: Mapping[str, int], failures: Mapping[str, int], pinned: int = 0
     ) -> str:
-        """states: number of adapters in the catalog by state. failures: failed reads by code. pinned:
-        adapters pinned in the cache.
-        """
+        """states: number of adapters in the catalog by state. failures: failed reads by code."""
         samples: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
         # Triton exports what is unknown here of its engine.
         known = [one for one in engine_samples(stats) if stats.kv_blocks or one.family == LORA_INFO]

@@ -38,9 +38,7 @@ def adapter_card(
     *,
     pinned: bool = False,
 ) -> dict[str, Any]:
-    """rank, digest and sizes are null until the adapter's files have been read. defaults: the base model's;
-    they are shown where the adapter has some of its own.
-    """
+    """rank, digest and sizes are null until its files have been read. defaults: the base model's."""
     version, facts = entry.version, entry.version and entry.version.facts
     card = _card(entry.name, version.created if version else created, entry.name, base) | {
         "rank": facts and facts.rank,

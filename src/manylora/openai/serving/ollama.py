@@ -17,18 +17,9 @@ from starlette.responses import JSONResponse, Response
 
 from manylora.lora.catalog.entry import AdapterEntry
 from manylora.lora.catalog.names import LATEST
+from manylora.openai.api import ollama_request as bodies
 from manylora.openai.api import schema
 from manylora.openai.api.errors import ApiError, renamed
-from manylora.openai.api.ollama_request import (
-    NAMES,
-    OllamaChat,
-    OllamaEmbed,
-    OllamaEmbeddings,
-    OllamaGenerate,
-    OllamaShow,
-    chat_request,
-    completion_request,
-)
 from manylora.openai.api.parsing import validate
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import ApiKey
@@ -43,29 +34,27 @@ NEVER = "2318-01-01T00:00:00Z"  # when a model will be unloaded
 
 
 class OllamaApi:
-    """created: Unix time of the base model shown to clients. folder: of the base model. Its methods raise
-    ApiError.
-    """
+    """created: Unix time shown for the base model. folder: its files. The methods raise ApiError."""
 
     def __init__(self, inference: Inference, pooled: PooledApi, created: int, folder: Path) -> None:
         self._inference, self._pooled, self._created, self._folder = inference, pooled, created, folder
         self._files = ModelFiles()
         self._catalog = inference.backend.catalog
 
-    async def chat(self, request: Request, body: OllamaChat, key: ApiKey) -> Response:
+    async def chat(self, request: Request, body: bodies.OllamaChat, key: ApiKey) -> Response:
         model = self.meant(body.model)
         if not body.messages:
             return self._loaded(body, model, key)
-        return await self._answer(request, body, chat_request(body, model), key)
+        return await self._answer(request, body, bodies.chat_request(body, model), key)
 
-    async def generate(self, request: Request, body: OllamaGenerate, key: ApiKey) -> Response:
+    async def generate(self, request: Request, body: bodies.OllamaGenerate, key: ApiKey) -> Response:
         model = self.meant(body.model)
         if not body.prompt and not body.system:
             return self._loaded(body, model, key)
         prompts = await self._inference.prompts_of(model, key)
         if not body.raw and prompts.tokenizer.chat_template is not None:
-            return await self._answer(request, body, chat_request(body, model), key)
-        started, completion = time.monotonic_ns(), completion_request(body, model)
+            return await self._answer(request, body, bodies.chat_request(body, model), key)
+        started, completion = time.monotonic_ns(), bodies.completion_request(body, model)
         ids = await prompts.tokenize(schema.TokenizeRequest.model_validate({"prompt": body.prompt}))
         most = self._inference.limits.max_seq_len - 1 if body.truncate else len(ids)
         completion.prompt, completion.truncate_prompt_tokens = ids, max(1, most)
@@ -73,7 +62,7 @@ class OllamaApi:
         build = partial(OllamaAnswer, body, started)
         return await self._inference.complete(request, completion, key, build)
 
-    async def embed(self, request: Request, body: OllamaEmbed, key: ApiKey) -> Response:
+    async def embed(self, request: Request, body: bodies.OllamaEmbed, key: ApiKey) -> Response:
         """Embeddings normalised to length 1, whatever the model's folder says, as in Ollama."""
         started, model = time.monotonic_ns(), self.meant(body.model)
         self.check(model, key)
@@ -93,7 +82,7 @@ class OllamaApi:
         }
         return JSONResponse(shown)
 
-    async def embeddings(self, request: Request, body: OllamaEmbeddings, key: ApiKey) -> Response:
+    async def embeddings(self, request: Request, body: bodies.OllamaEmbeddings, key: ApiKey) -> Response:
         """What the model returns, of any length, as in Ollama."""
         model = self.meant(body.model)
         self.check(model, key)
@@ -132,7 +121,7 @@ class OllamaApi:
             ]
         }
 
-    async def show(self, request: Request, body: OllamaShow, key: ApiKey) -> Response:
+    async def show(self, request: Request, body: bodies.OllamaShow, key: ApiKey) -> Response:
         given = body.model or body.name
         if not given:
             raise ApiError(400, "missing_field", "model is required", "model")
@@ -166,7 +155,11 @@ class OllamaApi:
         return JSONResponse(shown)
 
     async def _answer(
-        self, request: Request, body: OllamaChat | OllamaGenerate, chat: schema.ChatRequest, key: ApiKey
+        self,
+        request: Request,
+        body: bodies.OllamaChat | bodies.OllamaGenerate,
+        chat: schema.ChatRequest,
+        key: ApiKey,
     ) -> Response:
         started = time.monotonic_ns()
         # Ollama fills the context, whatever num_predict is, so only the prompt has to fit.
@@ -187,11 +180,11 @@ class OllamaApi:
             return None if isinstance(body, schema.ChatRequest) else left
         return min(body.max_tokens, left)
 
-    def _loaded(self, body: OllamaChat | OllamaGenerate, model: str, key: ApiKey) -> Response:
+    def _loaded(self, body: bodies.OllamaChat | bodies.OllamaGenerate, model: str, key: ApiKey) -> Response:
         """Answer to a request without a prompt: clients use it to load or unload a model."""
         self.check(model, key)
         reason = "unload" if body.keep_alive in (0, "0", "0s") else "load"
-        shown = {"message": _message("")} if isinstance(body, OllamaChat) else {"response": ""}
+        shown = {"message": _message("")} if isinstance(body, bodies.OllamaChat) else {"response": ""}
         common = {"model": body.model, "created_at": _now()}
         return JSONResponse({**common, **shown, "done": True, "done_reason": reason})
 
@@ -245,10 +238,12 @@ class OllamaAnswer(TranslatedChat):
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, asked: OllamaChat | OllamaGenerate, started: int, answers: Answers) -> None:
+    def __init__(
+        self, asked: bodies.OllamaChat | bodies.OllamaGenerate, started: int, answers: Answers
+    ) -> None:
         super().__init__(answers)
         self._started, self._asked_model = started, asked.model
-        self._is_chat = isinstance(asked, OllamaChat)
+        self._is_chat = isinstance(asked, bodies.OllamaChat)
         self._reason = "stop"
 
     def body(self) -> dict[str, Any]:
@@ -268,7 +263,7 @@ class OllamaAnswer(TranslatedChat):
         return self._line({**self._content("", (), {}), **ending}).encode()
 
     def error_events(self, error: ApiError) -> bytes:
-        return f"{encode({'error': renamed(error, NAMES).message})}\n".encode()
+        return f"{encode({'error': renamed(error, bodies.NAMES).message})}\n".encode()
 
     def _text_delta(self, index: int, text: str) -> str:
         shown = (

@@ -1,13 +1,11 @@
-"""PooledApi: /v1/embeddings, /v1/classify, /v1/score, /v1/rerank and /pooling, in the shapes of OpenAI, vLLM,
-Jina and Cohere.
-"""
+"""/v1/embeddings, classify, score, rerank and pooling, as in OpenAI, vLLM, Jina and Cohere."""
 
 from __future__ import annotations
 
 import base64
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -244,9 +242,7 @@ class PooledApi:
         return done, [pooled.similarity(by_text[a], by_text[b]) for a, b in pairs]
 
     async def _has_head(self, asked: ResolvedRequest, most: int = 2**31) -> bool:
-        """Whether the adapter has a classification head, or else the model has one of at most `most`
-        labels.
-        """
+        """Whether the adapter has a classification head, or the model one of at most `most` labels."""
         choice, catalog = asked.choice, self._inference.backend.catalog
         if choice.alone is not None and (await catalog.version(choice.alone)).facts.labels:
             return True
@@ -309,9 +305,7 @@ class PooledApi:
             )
             for number, (ids, pooling) in enumerate(prompts)
         ]
-        with ExitStack() as stack:
-            run = RunningCalls(self._inference.backend, calls, changed, request, None)
-            stack.callback(run.close)
+        with closing(RunningCalls(self._inference.backend, calls, changed, request, None)) as run:
             await run.begin()
             await run.finish()
         values = [call.generation.values for call in calls]

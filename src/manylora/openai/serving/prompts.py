@@ -71,10 +71,10 @@ class Prompts:
         )
 
     async def chat_that_fits(self, body: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
-        """The body and its prompt, without as many of the oldest messages as necessary.
+        """The body and its prompt, without as many of the oldest messages as necessary. Raises ApiError.
 
-        The system messages at the start and the last message stay. Raises ApiError if these alone are too
-        long. Room is left for the tokens that the body asks for, or for one.
+        The system messages at the start, the last message, and room for what the body asks for, or a token,
+        stay.
         """
         messages = body.messages
         first = next((i for i, one in enumerate(messages) if one.role not in LEADING), 0)
@@ -180,9 +180,7 @@ class Prompts:
             raise self._too_long(error, field) from error
 
     async def _run_in_lane(self, length: int, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a function on a text of this many characters or tokens. A long text is processed on a
-        thread.
-        """
+        """Run a function on a text of this length, on a thread if it is long."""
         lane = self._lanes.executor(length)
         if lane is None:
             return function(*arguments)

@@ -1,6 +1,4 @@
-"""Response bodies of completions and chats, complete or as server-sent events; RunningCalls: the calls of one
-HTTP request, from start to response or stream.
-"""
+"""Responses of completions and chats, complete or as events, and the calls that they are made from."""
 
 from __future__ import annotations
 
@@ -40,11 +38,9 @@ class Echo:
 class Answers:
     """What a response is made of: n choices for each generation, one generation for each prompt.
 
-    model: as the client named it. fingerprint: identifies the base model and the adapter's content.
-    tokenizer: of its text. name: suffix of the response's id. token_ids: include those of prompts and
-    outputs. running_usage: every chunk of a stream has the usage so far. use: the tools that the model may
-    call. expanded_prompt: the rendered chat template, if requested. echoes: the prompts, if they are returned
-    before the output.
+    model: as the client named it. fingerprint: identifies model and adapter. name: suffix of the response's
+    id. token_ids: include those of prompts and outputs. running_usage: every chunk has the usage so far. use:
+    tools that the model may call.
     """
 
     generations: Sequence[Generation]
@@ -368,9 +364,8 @@ def _ending(output: CompletionOutput) -> dict[str, Any]:
 
 
 class RunningCalls:
-    """The calls of one HTTP request. They are cancelled when the client disconnects.
-
-    on_disconnect: called if that happens during a stream. None if the response's status is counted.
+    """The calls of one HTTP request. A client that disconnects cancels them, and on_disconnect is called if
+    that happens during a stream.
     """
 
     def __init__(

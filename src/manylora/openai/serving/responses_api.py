@@ -71,10 +71,8 @@ class _Tool(Body):
 
 
 class ResponsesRequest(schema.TemplateFields, schema.GenerationRequest):
-    """input: a text, or items. Fields of chats that this API does not have work as they do in chats.
-
-    store: remember the items of the answer for a while. No effect: text.verbosity, and fields for tools and
-    caches of OpenAI's servers.
+    """Fields of chats that this API does not have work as they do in chats. store: remember the items of the
+    answer for a while. Fields for tools and caches of OpenAI's servers have no effect.
     """
 
     input: str | Items[dict[str, Any]]
@@ -111,9 +109,7 @@ class ResponsesRequest(schema.TemplateFields, schema.GenerationRequest):
 
 
 class _Item(BaseModel):
-    """An item, perhaps from the answer of another server. Fields that carry nothing for the model are
-    dropped.
-    """
+    """An item, perhaps of another server. Fields that carry nothing for the model are dropped."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -294,9 +290,7 @@ class RecentItems:
             self._num_characters -= _length(oldest)
 
     def resolve(self, owner: str, given: Item) -> Item:
-        """The item that a reference means. Other items, and references to dropped items, are returned as they
-        are.
-        """
+        """The item that a reference means. Anything else is returned as it is."""
         if given.get("type") not in (None, "item_reference") or "role" in given:
             return given
         return self._items.get((owner, str(given.get("id"))), given)
@@ -333,9 +327,7 @@ async def respond(
 
 
 class ResponsesAnswer(TranslatedChat):
-    """asked: the body. remember: called with each complete item. An output is a message, or function calls,
-    or both.
-    """
+    """remember: called with each complete item. An output is a message, function calls, or both."""
 
     def __init__(
         self, asked: ResponsesRequest, remember: Callable[[Item], None] | None, answers: Answers

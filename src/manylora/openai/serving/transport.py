@@ -30,9 +30,7 @@ def content_type(request: Request) -> str:
 
 
 def request_id(request: Request) -> str:
-    """The client's x-request-id if it is safe in a header and in a log. Otherwise a new one, which is
-    stored.
-    """
+    """The client's x-request-id if it is safe in headers and logs. Otherwise a new one, which is stored."""
     given = request.headers.get("x-request-id", "")
     if SAFE_ID.fullmatch(given):
         return given
@@ -62,10 +60,7 @@ def name_of(request: Request, chosen: str | None) -> str:
 
 
 class BodyMemory:
-    """Limits the memory of all bodies that are being received. Event loop only.
-
-    Small bodies are not counted, so they are accepted even when large ones have used up the limit.
-    """
+    """Limits the memory of all bodies that are being received, except small ones. Event loop only."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -115,10 +110,7 @@ def declared_length(request: Request) -> int:
 async def read_body(
     request: Request, max_bytes: int, grow: Callable[[int], None], *, any_type: bool = False
 ) -> bytearray:
-    """grow: of `BodyMemory.reserve`. any_type: parse as JSON whatever the Content-Type says.
-
-    Raises ApiError: 413 over the limit, 415 if it is not JSON, or compressed.
-    """
+    """any_type: whatever the Content-Type is. Raises ApiError: 413 over the limit, 415 if no JSON."""
     check_encoding(request)
     if not any_type and content_type(request) != "application/json":
         raise ApiError(415, "unsupported_media_type", "The Content-Type must be application/json")
@@ -135,9 +127,7 @@ async def read_body(
 
 
 def watch(receive: Receive, on_disconnect: Callable[[], None]) -> asyncio.Task[None]:
-    """A task that calls on_disconnect when the client closes the connection. The body must have been read.
-    Cancel the task when the response is complete.
-    """
+    """A task that calls on_disconnect when the client leaves. Cancel it when the response is complete."""
 
     async def wait() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -148,9 +138,7 @@ def watch(receive: Receive, on_disconnect: Callable[[], None]) -> asyncio.Task[N
 
 
 class EventStream(Response):
-    """A response of server-sent events, or of lines of JSON. When it ends, the watcher is cancelled and
-    `close` called, then the functions in `on_close`.
-    """
+    """Server-sent events, or lines of JSON. At its end `close` and the `on_close` are called."""
 
     def __init__(
         self,

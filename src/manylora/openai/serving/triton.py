@@ -19,15 +19,8 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelReadyRequest, 
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype, serialize_byte_tensor
 
-from manylora.errors import (
-    AdapterCacheFullError,
-    AdapterInvalidError,
-    AdapterNotCachedError,
-    AdapterNotFiniteError,
-    ConfigError,
-    DrainingError,
-    RequestError,
-)
+from manylora import errors
+from manylora.errors import ConfigError, RequestError
 from manylora.lora.number_types import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
 from manylora.lora.tensors import Adapter, lora_input
 from manylora.openai.api.errors import FORMAT, ApiError, adapter_cache_busy, unsupported_field
@@ -65,10 +58,10 @@ PATH = re.compile(r"(?:/[\w.+-]+){2,}(?::\d+)?")
 
 @dataclass(frozen=True)
 class TritonModel:
-    """The model's configuration as reported by the server. The model may be ours, or NVIDIA's in any release.
+    """The model's configuration as the server reports it. The model may be ours, or NVIDIA's in any release.
 
-    inputs: name -> data type. parameters: of config.pbtxt. outputs: names. decoupled: it can stream. batched:
-    tensors have a batch dimension. lora_columns: columns of the input lora_config, 0: any number.
+    parameters: of config.pbtxt. batched: tensors have a batch dimension. lora_columns: of lora_config, 0:
+    any.
     """
 
     name: str
@@ -116,9 +109,8 @@ class TritonModel:
         return self.inputs.get("lora_weights") == "FP16"
 
     def tensors(self, request: Request) -> dict[str, np.ndarray]:
-        """The input tensors of a request. Raises ApiError for inputs that the model lacks.
-
-        Triton would refuse them, too, but would leak a reference to the model.
+        """The input tensors. Raises ApiError for ones that the model lacks: Triton would leak a reference to
+        it.
         """
         params, ours = request.params, "finish_reason" in self.outputs
         # NVIDIA's model would ignore both.
@@ -179,9 +171,7 @@ class TritonModel:
 
 
 class TritonEngine:
-    """Belongs to the event loop it is created on. Each request has its own gRPC stream, because cancelling a
-    stream is how Triton tells the model to stop.
-    """
+    """Belongs to its event loop. Each request has a gRPC stream: cancelling that tells Triton to stop."""
 
     follows = False
 
@@ -313,19 +303,19 @@ class TritonEngine:
             missing = [one for one in ids if str(one) in re.findall(r"\d+", text)] or ids or [0]
             for task_id in missing:
                 self._known.pop(task_id, None)
-            return AdapterNotCachedError(missing[0])
+            return errors.AdapterNotCachedError(missing[0])
         if "queue size" in text:
             return ApiError(429, "overloaded", "Too many requests wait already, try again", retry_after=1)
         if "ache is full" in text:
             if "it needs" in text:  # from our model: it is larger than the whole cache
-                return AdapterCacheFullError(text)
+                return errors.AdapterCacheFullError(text)
             return adapter_cache_busy()
         if "Server is stopping" in text:
-            return DrainingError()
+            return errors.DrainingError()
         if request.lora is not None and "not finite numbers" in text:
-            return AdapterNotFiniteError(text)
+            return errors.AdapterNotFiniteError(text)
         if request.lora is not None and ADAPTER_FAULT.search(text):
-            return AdapterInvalidError(text)
+            return errors.AdapterInvalidError(text)
         if isinstance(error, InferenceServerException):
             return RequestError(text)
         logger.warning("triton: %s", text)

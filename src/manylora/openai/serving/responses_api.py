@@ -343,7 +343,6 @@ class ResponsesAnswer(TranslatedChat):
         self._text: list[str] = []  # its parts, as JSON
         self._log_probs: list[dict[str, Any]] = []
         self._versions: list[dict[str, Any]] = []  # adapter versions, as in a choice of a chat
-        self._calls: dict[int, dict[str, Any]] = {}  # calls being written, by their index in the chat
 
     def body(self) -> dict[str, Any]:
         chat = super().body()
@@ -385,15 +384,19 @@ class ResponsesAnswer(TranslatedChat):
             events.append(self._open_message())
             self._log_probs += log_probs
             events.append(self._delta(encode(delta.get("content") or ""), encode(log_probs)))
-        events += [self._write_call(call) for call in delta.get("tool_calls") or ()]
-        reason = choice.get("finish_reason")
+        calls, reason = delta.get("tool_calls") or [], choice.get("finish_reason")
+        if calls:
+            events.append(self._close_message())
         if reason is not None:
             self._versions = choice.get("lora_versions", [])
             self._status = CUT.get(reason, COMPLETED)
-            if not self._calls and not self._output:
+        # Calls come whole, with the reason. The last one may be truncated.
+        events += [self._whole_call(call, COMPLETED) for call in calls[:-1]]
+        events += [self._whole_call(call, self._item_status) for call in calls[-1:]]
+        if reason is not None:
+            if not self._output:
                 events.append(self._open_message())  # without text, if there was none
             events.append(self._close_message())
-            events += [self._close_call(number) for number in list(self._calls)]
         return "".join(events)
 
     def _open_message(self) -> str:
@@ -401,10 +404,8 @@ class ResponsesAnswer(TranslatedChat):
             return ""
         self._message_id = _new_id("msg")
         item = {**_message(self._message_id, RUNNING, "", []), "content": []}
-        part = _part("", [])
-        return self._make("response.output_item.added", output_index=self._at, item=item) + self._make(
-            "response.content_part.added", **self._where, part=part
-        )
+        added = self._make("response.output_item.added", output_index=self._at, item=item)
+        return added + self._make("response.content_part.added", **self._where, part=_part("", []))
 
     def _delta(self, text: str, log_probs: str) -> str:
         """text, log_probs: as JSON. Nearly all events are of this kind."""
@@ -431,32 +432,20 @@ class ResponsesAnswer(TranslatedChat):
         self._message_id = ""
         return "".join(events)
 
-    def _write_call(self, given: dict[str, Any]) -> str:
-        """given: from a chat's delta. A call's name comes first, then its arguments, at once or in parts."""
-        number, function, events = given["index"], given.get("function", {}), []
-        if number not in self._calls:
-            events.append(self._close_message())
-            events += [self._close_call(other) for other in list(self._calls)]
-            item = _call(given["id"], function["name"], "", RUNNING)
-            self._calls[number] = item
-            events.append(self._make("response.output_item.added", output_index=self._at, item=item))
-        piece = function.get("arguments") or ""
-        item = self._calls[number]
-        item["arguments"] += piece
-        if piece:
-            where = {"item_id": item["id"], "output_index": self._at}
-            events.append(self._make("response.function_call_arguments.delta", **where, delta=piece))
-        return "".join(events)
-
-    def _close_call(self, number: int) -> str:
-        item = self._calls.pop(number)
-        item["status"] = self._item_status
+    def _whole_call(self, given: dict[str, Any], status: str) -> str:
+        """given: from a chat's delta."""
+        name, arguments = given["function"]["name"], given["function"]["arguments"]
+        item = _call(given["id"], name, "", RUNNING)
         where = {"item_id": item["id"], "output_index": self._at}
-        told = {"name": item["name"], "arguments": item["arguments"]}
-        done = self._make("response.function_call_arguments.done", **where, **told)
-        done += self._make("response.output_item.done", output_index=self._at, item=item)
+        events = self._make("response.output_item.added", output_index=self._at, item=item)
+        if arguments:
+            events += self._make("response.function_call_arguments.delta", **where, delta=arguments)
+        item |= {"arguments": arguments, "status": status}
+        told = {"name": name, "arguments": arguments}
+        events += self._make("response.function_call_arguments.done", **where, **told)
+        events += self._make("response.output_item.done", output_index=self._at, item=item)
         self._add(item)
-        return done
+        return events
 
     def _add(self, item: dict[str, Any]) -> None:
         """Append a complete item."""
@@ -486,7 +475,8 @@ class ResponsesAnswer(TranslatedChat):
     def _response(self, status: str, usage: dict[str, Any] | None = None) -> dict[str, Any]:
         asked, given = self._asked, self._asked.model_fields_set
         params = self.generations[0].decoding.params
-        text = asked.text and asked.text.format
+        wanted = asked.text and asked.text.format
+        text = {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
         no_fields = {"description": None, "parameters": None, "strict": False}
         tools = [{name: value for name, value in one.items() if value is not None} for one in asked.tools]
         versions = {"lora_versions": self._versions} if self._versions else {}
@@ -515,9 +505,7 @@ class ResponsesAnswer(TranslatedChat):
             "service_tier": "default",
             "store": False,
             "temperature": asked.temperature if "temperature" in given else params.temperature,
-            "text": {
-                "format": text.model_dump(by_alias=True, exclude_none=True) if text else {"type": "text"}
-            },
+            "text": {"format": text},
             "tool_choice": asked.tool_choice,
             "tools": [no_fields | one for one in tools],
             "top_logprobs": asked.top_logprobs,

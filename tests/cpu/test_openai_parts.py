@@ -22,8 +22,7 @@ from manylora.openai.api.errors import ApiError
 from manylora.openai.api.params import Limits, plan
 from manylora.openai.api.schema import CompletionRequest
 from manylora.openai.app import FREE, ROUTES
-from manylora.openai.serving.backend import EventQueue, Signal
-from manylora.openai.serving.fairness import FairQueue
+from manylora.openai.serving.backend import EventQueue, FairQueue, Signal
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.openai.serving.responses import Answers, ChatResponse, CompletionResponse, ResponseBuilder
 from manylora.request import Event

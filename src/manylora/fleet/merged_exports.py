@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from manylora.fleet.member import RemoteResponse
-from manylora.openai.serving.history import POINT_S
+from manylora.openai.serving.metrics import POINT_S
 
 SUMS = ("tokens_per_s", "requests_per_s", "running", "waiting")
 PER_SECOND = ("tokens_per_s", "requests_per_s")

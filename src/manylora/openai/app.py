@@ -258,7 +258,7 @@ class _Routes:
         return JSONResponse({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
-        if not self.context.backend.alive:
+        if not self.context.backend.engine.alive:
             raise ApiError(503, "engine_dead", "The engine has stopped")
         return JSONResponse({"status": "ready"})
 

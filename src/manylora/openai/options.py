@@ -226,24 +226,11 @@ class ServeOptions:
             if given:
                 where = "set it in Triton's model repository"
                 raise ConfigError(f"{given[0]} has no effect with triton_url: {where}")
-        self._check_adapters()
-        if self.restart and self.port == 0:
-            raise ConfigError("restart needs a port of its own, got port 0: every start would choose another")
-        folders = [("lora-root", folder) for folder in self.lora_root]
-        folders += [("lora-allowed-path", folder) for folder in self.lora_allowed_path]
-        folders += [("lora-trust", one.path) for one in self.lora_trust]
-        for flag, folder in folders:
-            with readable(folder):
-                if not folder.is_dir():
-                    what = "is a file" if folder.exists() else "does not exist"
-                    raise ConfigError(f"--{flag} {folder} {what}: give a folder")
-
-    def _check_adapters(self) -> None:
         Aliases(dict(self.lora_alias))
-        given = [("lora_modules", one.name) for one in self.lora_modules]
-        given += [("lora_alias", name) for name, _ in self.lora_alias]
-        names = [name for _, name in given]
-        for flag, name in given:
+        named = [("lora_modules", one.name) for one in self.lora_modules]
+        named += [("lora_alias", name) for name, _ in self.lora_alias]
+        names = [name for _, name in named]
+        for flag, name in named:
             if problem := name_problem(name, (*self.bases, *self.paths)):
                 raise ConfigError(f"{flag}: {name!r} cannot be the name of an adapter: {problem}")
             if names.count(name) > 1:
@@ -256,6 +243,16 @@ class ServeOptions:
                 raise ConfigError(
                     f"lora_root {root} is an adapter itself: give the folder above it, or {flag}"
                 )
+        if self.restart and self.port == 0:
+            raise ConfigError("restart needs a port of its own, got port 0: every start would choose another")
+        folders = [("lora-root", folder) for folder in self.lora_root]
+        folders += [("lora-allowed-path", folder) for folder in self.lora_allowed_path]
+        folders += [("lora-trust", one.path) for one in self.lora_trust]
+        for flag, folder in folders:
+            with readable(folder):
+                if not folder.is_dir():
+                    what = "is a file" if folder.exists() else "does not exist"
+                    raise ConfigError(f"--{flag} {folder} {what}: give a folder")
 
     @property
     def bases(self) -> tuple[str, ...]:

@@ -41,9 +41,8 @@ from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.params import Limits
 from manylora.openai.app import AppContext, make_app
 from manylora.openai.options import ENGINE_NAMES, ServeOptions
-from manylora.openai.serving.backend import Backend, EngineClient
+from manylora.openai.serving.backend import Backend, EngineClient, FairQueue
 from manylora.openai.serving.connections import AT_ONCE, Clients, check_certificate, listen, raise_open_files
-from manylora.openai.serving.fairness import FairQueue
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import HostCheck, Keyring
 from manylora.openai.serving.metrics import Metrics

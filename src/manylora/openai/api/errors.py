@@ -72,6 +72,10 @@ def adapter_cache_busy() -> ApiError:
     return ApiError(503, "adapter_cache_busy", "The adapter cache is too busy, try again", retry_after=1)
 
 
+def queue_full() -> ApiError:
+    return ApiError(429, "overloaded", "Too many requests wait already, try again", retry_after=1)
+
+
 def client_left() -> ApiError:
     return ApiError(499, "client_left", "The client has closed the connection")
 

@@ -55,14 +55,12 @@ class BatchRoutes:
             raise ApiError(400, "invalid_form", f"The form cannot be read: {reason}") from error
         try:
             if unknown := sorted(form.keys() - set(FORM)):
-                raise invalid_value(
-                    f"{unknown[0][:80]} is not a field of the form: leave it out", unknown[0][:80]
-                )
+                name = unknown[0][:80]
+                raise invalid_value(f"{name} is not a field of the form: leave it out", name)
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile):
-                raise ApiError(
-                    400, "missing_field", "file is required: a file with one request per line", "file"
-                )
+                reason = "file is required: a file with one request per line"
+                raise ApiError(400, "missing_field", reason, "file")
             if purpose != "batch":
                 raise invalid_value("purpose must be batch", "purpose")
             made = await self._store.add(key.name, file.filename or "batch.jsonl", "batch", file.file)
@@ -97,18 +95,17 @@ class BatchRoutes:
         return JSONResponse(_page(request, self._own(request, self._store.batches), "batch"))
 
     async def batch(self, request: Request) -> Response:
-        return JSONResponse(self._batch(request).card())
+        return JSONResponse(
+            self._one(request, self._store.batches, request.path_params["name"], "batch").card()
+        )
 
     async def cancel(self, request: Request) -> Response:
-        batch = self._batch(request)
+        batch: Batch = self._one(request, self._store.batches, request.path_params["name"], "batch")
         self._store.cancel(batch)
         return JSONResponse(batch.card())
 
     def _file(self, request: Request, name: str) -> StoredFile:
         return self._one(request, self._store.files, name, "file")
-
-    def _batch(self, request: Request) -> Batch:
-        return self._one(request, self._store.batches, request.path_params["name"], "batch")
 
     def _one(self, request: Request, known: Mapping[str, Any], name: str, what: str) -> Any:
         """Raises ApiError 404, also for what belongs to another key."""

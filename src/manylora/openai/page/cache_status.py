@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from manylora.openai.serving.backend import Backend
-from manylora.openai.serving.history import POINT_S
 from manylora.openai.serving.keys import ApiKey
+from manylora.openai.serving.metrics import POINT_S
 from manylora.stats import CacheChange, CacheMap, MappedAdapter
 
 logger = logging.getLogger("manylora")

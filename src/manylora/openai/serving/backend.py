@@ -1,4 +1,4 @@
-"""Backend: runs generations with their adapters on the engine, from the event loop."""
+"""Backend: runs generations with their adapters on the engine, in turn, from the event loop."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -22,8 +22,7 @@ from manylora.lora.leases import digest_of_mix
 from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.openai.api import errors
 from manylora.openai.api.errors import FORMAT, ApiError, as_api_error, invalid_value
-from manylora.openai.serving.fairness import FairQueue
-from manylora.openai.serving.history import History
+from manylora.openai.serving.metrics import History
 from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
 from manylora.stats import CacheMap, EngineStats
 from manylora.system.waits import engine_answer
@@ -83,6 +82,84 @@ class Signal:
             finally:
                 self._waiter = None
         self._is_set = False
+
+
+Waiter = tuple["asyncio.Future[None]", int]
+
+
+class FairQueue:
+    """Limits the sequences in the engine. Belongs to the event loop. max_waiting: sequences; 0: no limit.
+
+    capacity: in sequences; more than the engine's batch, so that it always has work.
+    """
+
+    def __init__(self, capacity: int, max_waiting: int = 0) -> None:
+        self.capacity, self._max_waiting = capacity, max_waiting
+        self._active = 0
+        self._waiting: OrderedDict[str, deque[Waiter]] = OrderedDict()  # the first key is the next one served
+        self.num_waiting = 0  # sequences
+
+    @property
+    def waiting_keys(self) -> list[str]:
+        return list(self._waiting)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, key: str, cost: int) -> AsyncIterator[None]:
+        """Wait for a slot. key: the adapter, or "". cost: sequences. Raises ApiError 429 if too many wait."""
+        if not self._waiting and self._fits(cost):
+            self._active += cost
+        else:
+            await self._wait(key, cost)
+        try:
+            yield
+        finally:
+            self._leave(cost)
+
+    def check_room(self, cost: int) -> None:
+        """Whether that many sequences of one request can run or wait. Raises ApiError 429."""
+        room = max(0, self.capacity - self._active) + self._max_waiting - self.num_waiting
+        if self._max_waiting and cost > max(1, room):
+            raise errors.queue_full()
+
+    async def _wait(self, key: str, cost: int) -> None:
+        if self._max_waiting and self.num_waiting and self.num_waiting + cost > self._max_waiting:
+            raise errors.queue_full()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, deque()).append((turn, cost))
+        self.num_waiting += cost
+        try:
+            await turn
+        except asyncio.CancelledError:
+            line = self._waiting.get(key, ())
+            if turn.done() and not turn.cancelled():
+                self._leave(cost)
+            elif (turn, cost) in line:
+                self._waiting[key].remove((turn, cost))
+                self.num_waiting -= cost
+                if not line:
+                    del self._waiting[key]
+            raise
+
+    def _leave(self, cost: int) -> None:
+        self._active -= cost
+        while self._waiting:
+            key, line = next(iter(self._waiting.items()))
+            turn, next_cost = line[0]
+            if not self._fits(next_cost):
+                return
+            line.popleft()
+            self.num_waiting -= next_cost
+            self._waiting.move_to_end(key)
+            if not line:
+                del self._waiting[key]
+            self._active += next_cost
+            if turn.done():  # cancelled at the same moment: `_wait` will not return the slot
+                self._active -= next_cost
+            else:
+                turn.set_result(None)
+
+    def _fits(self, cost: int) -> bool:
+        return self._active == 0 or self._active + cost <= self.capacity
 
 
 class EngineClient(Protocol):
@@ -188,10 +265,6 @@ class Backend:
         self._open: set[Call[Any]] = set()
         catalog.on_change(self._publish)
 
-    @property
-    def alive(self) -> bool:
-        return self.engine.alive
-
     def _publish(self, version: Version, adapter: Adapter | FileAdapter, old: str) -> None:
         """Takes effect before any later request. An adapter that is not in use takes no space."""
         follows = any(call.follow and call.adapter == version.name for call in self._open)
@@ -295,7 +368,11 @@ class Backend:
             for name, scale in call.adapters:
                 if not scale:
                     continue
-                versions.append((await self._version(call, name), scale))
+                version = await self.catalog.version(name, fresh=call.policy == "always")
+                if call.source and (call.source == "nemo") != (version.facts.kind == "nemo"):
+                    reason = f"adapter {name!r} is not a checkpoint of kind {call.source}"
+                    raise ApiError(422, "adapter_unsupported", reason, "lora_request.lora_ckpt_source")
+                versions.append((version, scale))
                 entry = self.catalog.enter(name)
                 if entry is not None:
                     stack.callback(self.catalog.leave, entry)
@@ -303,13 +380,6 @@ class Backend:
                 await self._try_to_send(call, versions)
             else:
                 await self._through_engine(call, None)
-
-    async def _version(self, call: Call[Any], name: str) -> Version:
-        version = await self.catalog.version(name, fresh=call.policy == "always")
-        if call.source and (call.source == "nemo") != (version.facts.kind == "nemo"):
-            reason = f"adapter {name!r} is not a checkpoint of kind {call.source}"
-            raise ApiError(422, "adapter_unsupported", reason, "lora_request.lora_ckpt_source")
-        return version
 
     async def _try_to_send(self, call: Call[Any], versions: list[tuple[Version, float]]) -> None:
         """Send only ids of adapters that are in the cache or on the way to it. For others also tensors."""

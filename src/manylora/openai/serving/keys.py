@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
@@ -159,32 +158,28 @@ def _read(path: Path) -> dict[str, ApiKey]:
         raise ConfigError(f"api keys: {path} must have a list of keys under 'keys'")
     keys: dict[str, ApiKey] = {}
     for number, entry in enumerate(entries):
-        digest, key = _parse(entry, f"api keys: {path}: key {number + 1}")
+        where = f"api keys: {path}: key {number + 1}"
+        if not isinstance(entry, dict) or set(entry) - FIELDS or "sha256" not in entry:
+            more = ", ".join(sorted(FIELDS - {"sha256"}))
+            raise ConfigError(f"{where} must have sha256 and may have {more}")
+        digest, adapters = str(entry["sha256"]).lower(), entry.get("adapters", ["*"])
+        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+            raise ConfigError(f"{where}: sha256 must be 64 hexadecimal digits")
+        if not isinstance(adapters, list) or not all(isinstance(one, str) for one in adapters):
+            raise ConfigError(f"{where}: adapters must be a list of names or patterns")
+        for flag in ("base", "admin", "load"):
+            if not isinstance(entry.get(flag, False), bool):
+                raise ConfigError(f"{where}: {flag} must be true or false")
+        for limit in LIMITS:
+            most = entry.get(limit, 0)
+            if not isinstance(most, int) or isinstance(most, bool) or most < 0:
+                raise ConfigError(f"{where}: {limit} must be a number, 0 for no limit")
         if digest in keys:
-            raise ConfigError(f"api keys: {path}: key {number + 1} is there twice")
-        keys[digest] = key
+            raise ConfigError(f"{where} is there twice")
+        given = {field: value for field, value in entry.items() if field != "sha256"}
+        given |= {"name": str(entry.get("name", digest[:8])), "adapters": tuple(adapters)}
+        keys[digest] = ApiKey(**given)
     return keys
-
-
-def _parse(entry: Any, where: str) -> tuple[str, ApiKey]:
-    if not isinstance(entry, dict) or set(entry) - FIELDS or "sha256" not in entry:
-        raise ConfigError(f"{where} must have sha256 and may have {', '.join(sorted(FIELDS - {'sha256'}))}")
-    digest = str(entry["sha256"]).lower()
-    if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-        raise ConfigError(f"{where}: sha256 must be 64 hexadecimal digits")
-    adapters = entry.get("adapters", ["*"])
-    if not isinstance(adapters, list) or not all(isinstance(one, str) for one in adapters):
-        raise ConfigError(f"{where}: adapters must be a list of names or patterns")
-    for flag in ("base", "admin", "load"):
-        if not isinstance(entry.get(flag, False), bool):
-            raise ConfigError(f"{where}: {flag} must be true or false")
-    for limit in LIMITS:
-        most = entry.get(limit, 0)
-        if not isinstance(most, int) or isinstance(most, bool) or most < 0:
-            raise ConfigError(f"{where}: {limit} must be a number, 0 for no limit")
-    given = {field: value for field, value in entry.items() if field != "sha256"}
-    given |= {"name": str(entry.get("name", digest[:8])), "adapters": tuple(adapters)}
-    return digest, ApiKey(**given)
 
 
 class HostCheck:

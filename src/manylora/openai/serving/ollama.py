@@ -30,6 +30,8 @@ from manylora.openai.serving.responses import Answers, TranslatedChat, encode
 from manylora.request import RequestMetrics
 
 VERSION = "0.12.11"  # of the API; clients require a minimum version
+DONE = {"length": "length"}  # finish reason of a chat -> done_reason; others: stop
+EMPTY = {"role": "assistant", "content": ""}
 NEVER = "2318-01-01T00:00:00Z"  # when a model will be unloaded
 
 
@@ -184,7 +186,7 @@ class OllamaApi:
         """Answer to a request without a prompt: clients use it to load or unload a model."""
         self.check(model, key)
         reason = "unload" if body.keep_alive in (0, "0", "0s") else "load"
-        shown = {"message": _message("")} if isinstance(body, bodies.OllamaChat) else {"response": ""}
+        shown = {"message": EMPTY} if isinstance(body, bodies.OllamaChat) else {"response": ""}
         common = {"model": body.model, "created_at": _now()}
         return JSONResponse({**common, **shown, "done": True, "done_reason": reason})
 
@@ -249,7 +251,7 @@ class OllamaAnswer(TranslatedChat):
     def body(self) -> dict[str, Any]:
         chat = super().body()
         choice = chat["choices"][0]
-        self._reason = _done_reason(choice["finish_reason"])
+        self._reason = DONE.get(choice["finish_reason"], "stop")
         message = choice["message"]
         shown = self._content(message["content"] or "", message.get("tool_calls") or (), choice)
         return {**self._common_fields(), **shown, **self._ending(chat["usage"])}
@@ -276,13 +278,15 @@ class OllamaAnswer(TranslatedChat):
         delta, reason = choice["delta"], choice.get("finish_reason")
         calls = delta.get("tool_calls") or ()
         if reason is not None:
-            self._reason = _done_reason(reason)
+            self._reason = DONE.get(reason, "stop")
         if not (delta.get("content") or calls or choice.get("logprobs")):
             return ""
         return self._line({**self._content(delta.get("content") or "", calls, choice), "done": False})
 
     def _content(self, text: str, calls: Sequence[dict[str, Any]], choice: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {"message": _message(text)} if self._is_chat else {"response": text}
+        found: dict[str, Any] = {"response": text}
+        if self._is_chat:
+            found = {"message": {**EMPTY, "content": text}}
         if calls:
             found["message"]["tool_calls"] = [_call(number, call) for number, call in enumerate(calls)]
         log_probs = (choice.get("logprobs") or {}).get("content")
@@ -314,14 +318,6 @@ def durations(times: RequestMetrics | None) -> tuple[int, int, int]:
         return 1, 1, 1
     at = times.arrival_ns, times.first_scheduled_ns, times.first_token_ns, times.last_token_ns
     return max(1, at[1] - at[0]), max(1, at[2] - at[1]), max(1, at[3] - at[2])
-
-
-def _done_reason(finish_reason: str) -> str:
-    return "length" if finish_reason == "length" else "stop"
-
-
-def _message(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 def _call(number: int, call: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from manylora import errors
 from manylora.errors import ConfigError, RequestError
 from manylora.lora.number_types import is_bfloat16, narrow_to_bfloat16, widen_bfloat16
 from manylora.lora.tensors import Adapter, lora_input
-from manylora.openai.api.errors import FORMAT, ApiError, adapter_cache_busy, unsupported_field
+from manylora.openai.api.errors import FORMAT, ApiError, adapter_cache_busy, queue_full, unsupported_field
 from manylora.openai.serving.backend import Wake
 from manylora.request import (
     INVOCATION,
@@ -305,7 +305,7 @@ class TritonEngine:
                 self._known.pop(task_id, None)
             return errors.AdapterNotCachedError(missing[0])
         if "queue size" in text:
-            return ApiError(429, "overloaded", "Too many requests wait already, try again", retry_after=1)
+            return queue_full()
         if "ache is full" in text:
             if "it needs" in text:  # from our model: it is larger than the whole cache
                 return errors.AdapterCacheFullError(text)

@@ -90,15 +90,12 @@ def spread(popularity: str, adapters: Sequence[T], count: int, rng: random.Rando
     """An adapter for each of `count` requests. distinct: round robin. identical: the first adapter for all.
     uniform: all are equally likely. zipf: the k-th has the weight k ** -1.5.
     """
-    if popularity == "distinct":
-        return [adapters[i % len(adapters)] for i in range(count)]
-    if popularity == "identical":
-        return [adapters[0]] * count
-    if popularity == "uniform":
-        return rng.choices(adapters, k=count)
-    if popularity == "zipf":
-        return rng.choices(adapters, [(k + 1) ** -ZIPF for k in range(len(adapters))], k=count)
-    raise ValueError(f"popularity must be one of {', '.join(POPULARITIES)}, got {popularity!r}")
+    if popularity not in POPULARITIES:
+        raise ValueError(f"popularity must be one of {', '.join(POPULARITIES)}, got {popularity!r}")
+    if popularity in ("distinct", "identical"):
+        return [adapters[i % len(adapters) if popularity == "distinct" else 0] for i in range(count)]
+    weights = [(k + 1) ** -ZIPF for k in range(len(adapters))] if popularity == "zipf" else None
+    return rng.choices(adapters, weights, k=count)
 
 
 def normal_lengths(mean: float, stdev: float) -> Lengths:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +59,11 @@ def run_bench(
             return await _send(llm, request, streaming, sampling)
 
         def load(requests: Sequence[BenchRequest]) -> list[Record]:
-            with _progress(len(requests)) as advance:
-                return asyncio.run(run_load(send, requests, concurrency, advance))
+            if find_spec("tqdm") is None:
+                return asyncio.run(run_load(send, requests, concurrency))
+            tqdm = importlib.import_module("tqdm").tqdm
+            with tqdm(total=len(requests), desc="Requests", dynamic_ncols=True, disable=None) as bar:
+                return asyncio.run(run_load(send, requests, concurrency, lambda record: bar.update()))
 
         asyncio.run(run_load(send, bare[:warmup], concurrency))
         before = llm.stats().adapters
@@ -81,7 +85,14 @@ def run_bench(
         "ratio": ratio,
     }
     details = {"path": str(dataset), **dataset_details(records)}
-    decoding = _decoding(samples[-1][1])
+    decoding, stats = None, samples[-1][1]
+    if stats.draft_tokens:
+        decoding = {  # since the engine's start
+            "num_draft_tokens": stats.draft_tokens,
+            "num_accepted_draft_tokens": stats.accepted_draft_tokens,
+            "draft_acceptance_rate": stats.accepted_draft_tokens / stats.draft_tokens,
+            "acceptance_length": 1 + stats.accepted_draft_tokens / stats.drafts,  # per step with a draft
+        }
     report |= {**done, "dataset": details, "adapters": adapters, "decoding_stats": decoding}
     return report, records, samples
 
@@ -150,31 +161,6 @@ def _sampled(llm: LLM) -> Iterator[list[Sample]]:
     finally:
         stop.set()
         thread.join()
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[Record], None]]:
-    """Yields a function that advances a progress bar, if there are a terminal and tqdm."""
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        yield lambda record: None
-        return
-    with tqdm(total=total, desc="Requests", dynamic_ncols=True, disable=None) as bar:
-        yield lambda record: bar.update()
-
-
-def _decoding(stats: EngineStats) -> dict[str, Any] | None:
-    """Draft statistics since the engine's start. None: no drafts."""
-    if not stats.draft_tokens:
-        return None
-    drafted, accepted = stats.draft_tokens, stats.accepted_draft_tokens
-    return {
-        "num_draft_tokens": drafted,
-        "num_accepted_draft_tokens": accepted,
-        "draft_acceptance_rate": accepted / drafted,
-        "acceptance_length": 1 + accepted / stats.drafts,  # tokens per step with a draft
-    }
 
 
 def _setup(model: str, model_dir: Path, llm: LLM, issue_rate: float | None) -> dict[str, Any]:

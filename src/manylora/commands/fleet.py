@@ -9,17 +9,6 @@ import sys
 from manylora.errors import ConfigError
 
 
-def close_ray() -> None:
-    """Protect the Ray instance that this process starts: only processes with our token may connect.
-
-    To be called before ray is imported, which reads these variables then. A token of Ray's own would stay in
-    the home folder. A replica that does not answer is killed at once, rather than after the whole drain time.
-    """
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
-    os.environ["RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"] = "1"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-
-
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     try:
@@ -29,7 +18,12 @@ def main(arguments: list[str] | None = None) -> int:
 
         options = parse_options(given)
         log_to_stderr(options.log_level)
-        close_ray()
+        # Only processes with our token may connect to the Ray instance that this process starts; a token of
+        # Ray's own would stay in the home folder. A replica that does not answer is killed at once, not after
+        # the whole drain time. Set before ray is imported, which reads these variables then.
+        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+        os.environ["RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"] = "1"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         from manylora.fleet.local import run
 
         run(options)

@@ -95,6 +95,7 @@ def _adapters(options: argparse.Namespace) -> list[LoRARequest | None]:
         raise ValueError(f"adapter ids must be -1 or more, the lower one first, got {low} and {high}")
     if high >= 0 and options.lora_dir is None:
         raise ValueError("--task-id and --rand-task-id need --lora-dir")
-    paths = {number: options.lora_dir / str(number) for number in range(max(0, low), high + 1)}
-    base: list[LoRARequest | None] = [None] if low < 0 else []
-    return [*base, *(LoRARequest(f"lora_{number}", number, str(path)) for number, path in paths.items())]
+    return [
+        LoRARequest(f"lora_{number}", number, str(options.lora_dir / str(number))) if number >= 0 else None
+        for number in range(low, high + 1)
+    ]

@@ -5,12 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from typing import TYPE_CHECKING
 
 from manylora.launcher.supervisor import ServeProgram, Supervisor
-
-if TYPE_CHECKING:
-    from manylora.openai.options import ServeOptions
 
 logger = logging.getLogger("manylora")
 
@@ -29,8 +25,16 @@ def main(arguments: list[str] | None = None) -> int:
         shown = options.model
         if options.is_local:
             options = options.located()
-        if options.restart:
-            return _keep(options, given)
+        if options.restart:  # serve in a child process, which is restarted when it ends
+            command = [sys.executable, "-m", "manylora.cli", "serve", *given, "--no-restart"]
+            drain_s = options.drain_seconds + END_S
+            supervisor = Supervisor(ServeProgram(command, options.host, options.port, drain_s))
+            code = supervisor.run()
+            if supervisor.last_signal == signal.SIGINT:
+                raise KeyboardInterrupt
+            if code:
+                print(f"manylora serve: {supervisor.status['reason']}", file=sys.stderr)
+            return code
         logger.info("loading %s", shown)  # before the slow imports
         from manylora.openai.server import run
 
@@ -42,19 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"manylora serve: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _keep(options: ServeOptions, given: list[str]) -> int:
-    """Serve in a child process, which is restarted when it ends."""
-    command = [sys.executable, "-m", "manylora.cli", "serve", *given, "--no-restart"]
-    child = ServeProgram(command, options.host, options.port, options.drain_seconds + END_S)
-    supervisor = Supervisor(child)
-    code = supervisor.run()
-    if supervisor.last_signal == signal.SIGINT:
-        raise KeyboardInterrupt
-    if code:
-        print(f"manylora serve: {supervisor.status['reason']}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
 from manylora.commands import repo
 from manylora.config.foreign import TRITON_COMMAND
-from manylora.errors import ConfigError
 from manylora.launcher import cli as launcher
 from manylora.launcher.new_repository import known_values, write_repository
 from manylora.system.command_line import Parser
 
 OWN = "repository"  # in the run directory, removed with it
+FILLED = "--model_repo is a repository that is filled already: leave out MODEL, or use --repo to write one"
 WRITING = {"repo": "--repo", "lora_root": "--lora-root", "models": "--models", "values": "--set"}
 
 
@@ -22,10 +21,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = argument_parser().parse_args(arguments)
     if options.stop or options.status:
         return launcher.run(options)
-    try:
-        _check(options)
-    except ConfigError as error:
-        print(f"manylora triton: {error}", file=sys.stderr)
+    problem = None
+    given = [flag for name, flag in WRITING.items() if getattr(options, name)]
+    if options.model is None and given:
+        problem = f"{given[0]} is for a repository that is written: give MODEL too"
+    elif options.model is None and options.model_repo is None:
+        problem = "give MODEL, or --model_repo=DIR for a repository that is filled already"
+    elif options.model is not None and options.model_repo is not None:
+        problem = FILLED
+    elif find_spec("httptools") is None:  # needed by the HTTP proxy in front of tritonserver
+        problem = "httptools is not installed: pip install 'manylora[server]'"
+    if problem is not None:
+        print(f"manylora triton: {problem}", file=sys.stderr)
         return 1
     if options.model is None:
         return launcher.run(options)
@@ -49,22 +56,6 @@ def argument_parser() -> Parser:
     repo.add_arguments(parser)
     parser.set_defaults(model_repo=None)
     return parser
-
-
-def _check(options: Namespace) -> None:
-    """Raises ConfigError for flags that contradict each other and for missing packages."""
-    if options.model is None:
-        given = [flag for name, flag in WRITING.items() if getattr(options, name)]
-        if given:
-            raise ConfigError(f"{given[0]} is for a repository that is written: give MODEL too")
-        if options.model_repo is None:
-            raise ConfigError("give MODEL, or --model_repo=DIR for a repository that is filled already")
-    elif options.model_repo is not None:
-        raise ConfigError(
-            "--model_repo is a repository that is filled already: leave out MODEL, or use --repo to write one"
-        )
-    if find_spec("httptools") is None:  # needed by the HTTP proxy in front of tritonserver
-        raise ConfigError("httptools is not installed: pip install 'manylora[server]'")
 
 
 if __name__ == "__main__":

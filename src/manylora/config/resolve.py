@@ -16,36 +16,20 @@ from manylora.errors import ConfigError
 from manylora.quant.config import QuantConfig
 
 KEY = "build_config"
-RANKS = {"tp_size": "tensor_parallel_size", "pp_size": "pipeline_parallel_size"}
 LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_beam_width")
 
 
 @dataclass(frozen=True)
 class BuildRecord:
-    """None: not recorded. Lengths in tokens; target modules as attn_q, empty: all. quant_algo: of the
-    weights. lora: the recorded fields of a LoraConfig. tp_size: tensor-parallel ranks. pp_size: pipeline
-    stages.
+    """settings: of `resolve`, without quant_algo, that of the weights, which imply it. lora: the recorded
+    fields of a LoraConfig. tp_size: tensor-parallel ranks. pp_size: pipeline stages.
     """
 
-    max_batch_size: int | None = None
-    max_seq_len: int | None = None
-    max_num_tokens: int | None = None
-    max_beam_width: int | None = None
-    max_lora_rank: int | None = None
-    lora_target_modules: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     quant_algo: str | None = None
-    kv_cache_quant_algo: str | None = None
     lora: Mapping[str, Any] = field(default_factory=dict)
     tp_size: int = 1
     pp_size: int = 1
-
-    def settings(self) -> dict[str, Any]:
-        """The record as settings of `resolve`, without quant_algo, which the weights imply."""
-        found = {name: getattr(self, name) for name in (*LIMITS, "max_lora_rank", "kv_cache_quant_algo")}
-        found["target_modules"] = self.lora_target_modules or None
-        if self.tp_size * self.pp_size > 1:
-            found |= {setting: getattr(self, name) for name, setting in RANKS.items()}
-        return {name: value for name, value in found.items() if value is not None}
 
 
 def weights_algo(model_dir: Path, quant: QuantConfig | None) -> str | None:
@@ -55,8 +39,8 @@ def weights_algo(model_dir: Path, quant: QuantConfig | None) -> str | None:
 
 
 def read_build_record(model_dir: Path) -> BuildRecord:
-    """Read the record: all fields are None for a directory that `manylora build` did not write, or that does
-    not exist, which opening the model reports. Raises ConfigError for a record that cannot be read.
+    """Empty for a directory that `manylora build` did not write, or that does not exist, which opening the
+    model reports. Raises ConfigError for a record that cannot be read.
     """
     path = Path(model_dir) / "config.json"
     raw = read_json(path) or {}
@@ -67,16 +51,16 @@ def read_build_record(model_dir: Path) -> BuildRecord:
         lora = record.get("lora_config") or {}
         quantization = raw["pretrained_config"]["quantization"]
         mapping = raw["pretrained_config"].get("mapping", {})
-        limits = {name: record.get(name) for name in LIMITS} | {"max_lora_rank": lora.get("max_lora_rank")}
-        return BuildRecord(
-            **{name: None if limit is None else int(limit) for name, limit in limits.items()},
-            lora_target_modules=tuple(lora.get("lora_target_modules", ())),
-            quant_algo=quantization["quant_algo"],
-            kv_cache_quant_algo=quantization["kv_cache_quant_algo"],
-            lora=lora,
-            tp_size=int(mapping.get("tp_size", 1)),
-            pp_size=int(mapping.get("pp_size", 1)),
-        )
+        tp_size, pp_size = int(mapping.get("tp_size", 1)), int(mapping.get("pp_size", 1))
+        found = {name: record.get(name) for name in LIMITS} | {"max_lora_rank": lora.get("max_lora_rank")}
+        found = {name: int(limit) for name, limit in found.items() if limit is not None}
+        if lora.get("lora_target_modules"):
+            found["target_modules"] = tuple(lora["lora_target_modules"])
+        if quantization["kv_cache_quant_algo"] is not None:
+            found["kv_cache_quant_algo"] = quantization["kv_cache_quant_algo"]
+        if tp_size * pp_size > 1:
+            found |= {"tensor_parallel_size": tp_size, "pipeline_parallel_size": pp_size}
+        return BuildRecord(found, quantization["quant_algo"], lora, tp_size, pp_size)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path}: {KEY} is not what manylora build writes ({error}); build it again"
@@ -115,7 +99,7 @@ def resolve(model_dir: Path, settings: Settings, defaults: Settings = NOTHING) -
     for.
     """
     settings = {name: value for name, value in settings.items() if value not in (None, ())}
-    recorded = read_build_record(model_dir).settings()
+    recorded = read_build_record(model_dir).settings
     found = {**defaults, **recorded, **settings}
     for name in (*LIMITS, "max_lora_rank"):
         asked, built = settings.get(name), recorded.get(name)
@@ -125,7 +109,16 @@ def resolve(model_dir: Path, settings: Settings, defaults: Settings = NOTHING) -
                 f"again with --{name} {asked}"
             )
     if "target_modules" in settings:
-        found["target_modules"] = _targets(settings["target_modules"], recorded.get("target_modules"))
+        modules = recorded.get("target_modules")  # None: all
+        if modules is not None:
+            wrong = [name for name in settings["target_modules"] if name not in modules]
+            if wrong:
+                raise ConfigError(
+                    f"lora_target_modules: {wrong[0]} is not among those the directory was built for "
+                    f"({', '.join(modules)}); build again with it"
+                )
+        targets = with_whole_qkv(settings["target_modules"])
+        found["target_modules"] = tuple(name for name in targets if modules is None or name in modules)
     batch = found.setdefault("max_batch_size", EngineConfig.max_batch_size)
     found.setdefault("max_num_tokens", max(EngineConfig.max_num_tokens, batch))
     if found.get("max_beam_width", EngineConfig.max_beam_width) is None:
@@ -156,14 +149,3 @@ def with_whole_qkv(targets: tuple[str, ...]) -> tuple[str, ...]:
         name for group in QKV_GROUPS if set(group) & set(targets) for name in group if name not in targets
     ]
     return (*targets, *missing)
-
-
-def _targets(asked: tuple[str, ...], built: tuple[str, ...] | None) -> tuple[str, ...]:
-    """built: the recorded target modules; None: all."""
-    for name in asked:
-        if built is not None and name not in built:
-            raise ConfigError(
-                f"lora_target_modules: {name} is not among those the directory was built for "
-                f"({', '.join(built)}); build again with it"
-            )
-    return tuple(name for name in with_whole_qkv(asked) if built is None or name in built)

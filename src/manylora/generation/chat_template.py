@@ -20,6 +20,8 @@ from manylora.errors import ConfigError, RequestError, TextTooLongError
 
 Messages = Sequence[Mapping[str, Any]]
 RESULT = "Result of {name}: {content}"
+HOW = 'To call one, answer with nothing but JSON: {"name": its name, "arguments": {its arguments}}'
+THEN = f"The next message then has its result: {RESULT.format(name='its name', content='…')}"
 
 
 def with_tools_as_text(
@@ -42,7 +44,7 @@ def with_tools_as_text(
                 content = f"{shown.pop()['content']}\n{content}"
         elif calls := message.get("tool_calls"):
             names |= {call.get("id"): call["function"]["name"] for call in calls}
-            # In the form of `_instructions`; several as a list.
+            # In the form of HOW; several as a list.
             found = [{one: call["function"][one] for one in ("name", "arguments")} for call in calls]
             text = json.dumps(found[0] if len(found) == 1 else found, ensure_ascii=False)
             content = "\n".join(filter(None, (content, text)))
@@ -55,7 +57,9 @@ def with_tools_as_text(
             role = "user"
             first = next((at for at, message in enumerate(shown) if message["role"] == role), 0)
         own = [shown.pop(first)["content"]] if first < len(shown) and shown[first]["role"] == role else []
-        texts = [*own, _instructions(tools)] if has_system else [_instructions(tools), *own]
+        functions = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
+        text = "\n".join(["You can call these functions:", *functions, HOW, THEN])
+        texts = [*own, text] if has_system else [text, *own]
         shown.insert(first, {"role": role, "content": "\n\n".join(texts)})
     return shown
 
@@ -69,13 +73,6 @@ def call_arguments(given: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
     return found
-
-
-def _instructions(tools: Sequence[Mapping[str, Any]]) -> str:
-    lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
-    how = 'To call one, answer with nothing but JSON: {"name": its name, "arguments": {its arguments}}'
-    then = f"The next message then has its result: {RESULT.format(name='its name', content='…')}"
-    return "\n".join(["You can call these functions:", *lines, how, then])
 
 
 FILE = "chat_template.jinja"

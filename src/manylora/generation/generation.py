@@ -95,6 +95,13 @@ class Continuation:
         text = self._text[: self._safe] if self._rules.detokenize else ""
         self._reported = (len(text), len(self.token_ids))
         pairs = zip(self.token_ids, self._log_probs, strict=False)
+        count = len(self.token_ids)  # the output may end before the engine's
+        ends = [*(one.start for one in self.versions[1:]), count]
+        versions = tuple(
+            LoraVersion(one.name, one.number, one.digest, one.start, min(end, count))
+            for one, end in zip(self.versions, ends, strict=False)
+            if one.start < count or not one.start
+        )
         logits: np.ndarray | None = None
         if self.generation_logits and self.finish_reason is not None:
             # [length, vocabulary]: a stop text may have ended the output before the engine did.
@@ -110,7 +117,7 @@ class Continuation:
             text_diff=text[num_chars:],
             token_ids_diff=self.token_ids[num_tokens:],
             generation_logits=logits,
-            lora_versions=self._lora_versions(),
+            lora_versions=versions,
         )
 
     def advance(self) -> str:
@@ -118,15 +125,6 @@ class Continuation:
         first = self._reported[0]
         self._reported = (self._safe, len(self.token_ids))
         return self._text[first : self._safe]
-
-    def _lora_versions(self) -> tuple[LoraVersion, ...]:
-        """Versions for the tokens in the output, which may end before the engine's."""
-        count, found = len(self.token_ids), []
-        ends = [*(one.start for one in self.versions[1:]), count]
-        for one, end in zip(self.versions, ends, strict=False):
-            if one.start < count or not one.start:
-                found.append(LoraVersion(one.name, one.number, one.digest, one.start, min(end, count)))
-        return tuple(found)
 
     def _append(self, token: int, log_probs: Sequence[float], i: int) -> None:
         self.token_ids.append(token)

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that say how a repository is filled, besides MODEL."""
     add = parser.add_argument
     add("--lora-root", "--lora_root", type=Path, metavar="DIR", help=ROOT)
-    add("--models", type=_names, default=(), metavar="A,B,…", help="default: all templates")
+    add("--models", default="", metavar="A,B,…", help="default: all templates")
     add("--set", dest="values", type=_pair, action="append", default=[], metavar="NAME=VALUE", help=SET)
 
 
@@ -55,11 +55,8 @@ def plan_of(options: argparse.Namespace) -> RepositoryPlan:
     if root is not None and root.is_dir() and not is_adapter and not find_adapters(root, {}, ()):
         text = f"no adapter is below --lora-root {root} yet: each is a folder with adapter_config.json"
         print(text, file=sys.stderr)
-    return RepositoryPlan(local_model(options.model), options.lora_root, options.models, dict(options.values))
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    models = tuple(name.strip() for name in options.models.split(",") if name.strip())
+    return RepositoryPlan(local_model(options.model), options.lora_root, models, dict(options.values))
 
 
 def _pair(text: str) -> tuple[str, str]:

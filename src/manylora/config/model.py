@@ -36,12 +36,8 @@ class MoeConfig:
     either_way: bool = False  # the checkpoint may store either; the shape decides
     biased: bool = False  # the router and the experts' matrices have biases
     gated: bool = True  # the activated gate multiplies up; else up itself is activated
-    # Expert matrices are stored [in, out], with columns of gate and up alternating; PEFT's rows are in that
-    # order.
-    interleaved: bool = False
-    beside_mlp: bool = (
-        False  # layers with experts also have a dense MLP, with its own norms; outputs are added
-    )
+    interleaved: bool = False  # stored [in, out], columns of gate and up alternate, as do PEFT's rows
+    beside_mlp: bool = False  # these layers also have a dense MLP, with its own norms; outputs are added
     swiglu: tuple[float, float] | None = None  # alpha and limit of a clamped SwiGLU; None: `activation`
 
 
@@ -87,13 +83,11 @@ class ModelConfig:
     rope_interleaved: bool = False  # rotate pairs of neighbours, not pairs across the two halves
     unrotated_layers: frozenset[int] = frozenset()  # layers without rotary positions
     # norms
-    # rms or layer. _plus_one: the weight is 1 + the stored one. _wide: the weight is multiplied in float32.
-    norm: str = "rms"
+    norm: str = "rms"  # or layer. _plus_one: the weight is 1 + the stored. _wide: multiplied in float32
     norm_bias: bool = True  # whether LayerNorm has a bias
     first_norm: bool = True  # whether the first layer has a norm before attention
-    # Norm of q and k before rotary: head (over head_dim), each (over head_dim, with weights per head and no
-    # biases), all (over all heads at once), plain (over head_dim, without weights, in layers with rotary), or
-    # none.
+    # Of q and k before rotary, over head_dim: head, each (weights per head, no biases), plain (no weights, in
+    # layers with rotary); all: over all heads at once; empty: none.
     qk_norm: str = ""
     v_norm: bool = False  # also normalise the values of each head, without weights
     # attention
@@ -105,15 +99,11 @@ class ModelConfig:
     attention_sinks: bool = False  # each head has one additional learned score
     qkv_clip: float | None = None  # clamp q, k and v to this magnitude, after their norms
     sliding_windows: tuple[int | None, ...] = ()  # per layer; empty: full attention everywhere
-    # Per layer, the layer whose keys and values it reads. Below 0: one before the first layer, whose keys and
-    # values are in the cache, too. Empty: each layer reads its own.
+    # Per layer, the layer whose keys and values it reads; below 0: one before the first. Empty: its own.
     kv_sources: tuple[int, ...] = ()
-    # If set, num_kv_heads is 1 and head_dim is the size of a token in the cache.
-    latent: LatentConfig | None = None
+    latent: LatentConfig | None = None  # num_kv_heads is 1, head_dim the size of a token in the cache
     attention_chunk: int | None = None  # rotary layers attend within chunks of this many
-    unrotated_growth: tuple[float, int] | None = (
-        None  # (b, n): as query_growth, from p + 1, where not rotated
-    )
+    unrotated_growth: tuple[float, int] | None = None  # as query_growth, from p + 1, where not rotated
     attention_gated: bool = False  # q's matrix also gives an output gate per head
     keys_are_values: bool = False  # there is no v: values are k's output before its norm
     qkv_groups: int = 1  # [q; k; v] groups stacked in the checkpoint's fused matrix
@@ -141,8 +131,7 @@ class ModelConfig:
     logits_softcap: float | None = None
     head_bias: bool = False
     num_labels: int = 0  # labels of the checkpoint's classification head; 0: no head
-    # For a text model that scores: tokens against and for. The score is the difference of their logits.
-    score_tokens: tuple[int, int] | None = None
+    score_tokens: tuple[int, int] | None = None  # against and for: the score is their logits' difference
     no_adapters: str = ""  # why they cannot be served; empty: they can
     makes_text: bool = True  # whether the checkpoint has a language-model head
     bidirectional: bool = False  # encoder only: all tokens attend to each other

@@ -95,7 +95,17 @@ def read_pooling_settings(folder: Path) -> PoolingSettings:
     named = raw.get("id2label") or {}
     labels = tuple(str(named.get(str(number), f"LABEL_{number}")) for number in range(len(named)))
     prompts = read_settings(folder / "config_sentence_transformers.json").get("prompts") or {}
-    problem = _activation(folder, raw) or str(raw.get("problem_type") or "")
+    problem, own = str(raw.get("problem_type") or ""), raw.get("sentence_transformers")
+    older = raw.get("sbert_ce_default_activation_function")
+    function = own.get("activation_fn", older) if isinstance(own, dict) else older
+    if function is not None:
+        library, _, name = str(function).rpartition(".")
+        if name not in ACTIVATIONS or not library.startswith("torch.nn"):
+            raise ConfigError(
+                f"{folder}/config.json: activation_fn {function!s:.60} is not supported, only torch.nn's "
+                f"{' and '.join(ACTIVATIONS)}"
+            )
+        problem = ACTIVATIONS[name]
     return PoolingSettings(mode, head_mode, normalise, dimensions, labels, problem, prompts)
 
 
@@ -103,22 +113,6 @@ def longest_text(folder: Path) -> int | None:
     """Tokens of a text that sentence-transformers reads of it. None: it does not say."""
     found = read_settings(folder / "sentence_bert_config.json").get("max_seq_length")
     return found if isinstance(found, int) and found > 0 else None
-
-
-def _activation(folder: Path, raw: Mapping[str, Any]) -> str:
-    """A problem_type; empty if config.json names no function. Raises ConfigError for an unknown one."""
-    own = raw.get("sentence_transformers")
-    older = raw.get("sbert_ce_default_activation_function")
-    named = own.get("activation_fn", older) if isinstance(own, dict) else older
-    if named is None:
-        return ""
-    library, _, kind = str(named).rpartition(".")
-    if kind not in ACTIVATIONS or not library.startswith("torch.nn"):
-        raise ConfigError(
-            f"{folder}/config.json: activation_fn {named!s:.60} is not supported, only torch.nn's "
-            f"{' and '.join(ACTIVATIONS)}"
-        )
-    return ACTIVATIONS[kind]
 
 
 def read_dense_modules(folder: Path) -> list[DenseModule]:

@@ -79,17 +79,13 @@ def with_defaults(
     """The same with defaults for fields that are None, except in beam search those of sampling. own_length:
     `max_tokens` was set by the caller. Raises ValueError if the defaults do not fit the other fields.
     """
-    found = {**defaults.fields, **({} if own_length else {"max_tokens": defaults.max_tokens})}
-    if "top_k" in found:
-        found["top_k"] = max(0, found["top_k"])
     skipped = OF_DRAWING if params.use_beam_search else ()
-    more = {
-        name: value
-        for name, value in found.items()
-        if value is not None
-        and name not in skipped
-        and (name == "max_tokens" or getattr(params, name) is None)
-    }
+    unset = [name for name in defaults.fields if name not in skipped and getattr(params, name) is None]
+    more = {name: defaults.fields[name] for name in unset if defaults.fields[name] is not None}
+    if "top_k" in more:
+        more["top_k"] = max(0, more["top_k"])
+    if not own_length and defaults.max_tokens is not None:
+        more["max_tokens"] = defaults.max_tokens
     if not more:
         return params
     made = replace(params, **more)

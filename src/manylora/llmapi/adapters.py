@@ -82,9 +82,8 @@ class NamedAdapters:
             try:
                 replace(made)
             except AdapterError as error:
-                logger.warning(
-                    "adapter %s: its last good version goes on serving: %s", printable(name), error
-                )
+                shown = printable(name)
+                logger.warning("adapter %s: its last good version goes on serving: %s", shown, error)
             else:
                 known.request = made
         return known.request
@@ -148,9 +147,8 @@ class AdapterRegistry:
 
         def as_json(value: Any) -> Any:
             """A value of PEFT's `LoraConfig.to_dict`: sets, and enumerations of text."""
-            return (
-                sorted(value) if isinstance(value, set | frozenset) else str(getattr(value, "value", value))
-            )
+            is_set = isinstance(value, set | frozenset)
+            return sorted(value) if is_set else str(getattr(value, "value", value))
 
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         settings = json.dumps(dict(config), default=as_json)
@@ -159,13 +157,10 @@ class AdapterRegistry:
             save_file(plain, path, {EMBEDDED: settings})
             read = self._reader.read(path)
         adapter, task_id = read.adapter, request.lora_int_id
+        new = _Registered(Path(f"tensors of {request.lora_name}"), request.lora_ckpt_source)
         with self._lock:
-            entry = self._entries.get(task_id)
-            if entry is None:
-                place = Path(f"tensors of {request.lora_name}")
-                entry = self._entries[task_id] = _Registered(place, request.lora_ckpt_source)
-            entry.accepted = True
-            entry.labels = read.facts.labels
+            entry = self._entries.setdefault(task_id, new)
+            entry.accepted, entry.labels = True, read.facts.labels
             self._library.register(task_id, entry.path, lambda: adapter)
         return adapter
 

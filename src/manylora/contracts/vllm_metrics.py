@@ -17,18 +17,22 @@ SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 def families(longest: int) -> dict[str, MetricFamily]:
     """Families by name. longest: tokens of a prompt and its output."""
-    counts = _buckets(longest)
+    counts, power = list[float](), 1  # 1, 2, 5, 10, 20, 50, … up to `longest`
+    while power <= longest:
+        counts += [float(step * power) for step in (1, 2, 5) if step * power <= longest]
+        power *= 10
+    histograms = {
+        "vllm:time_to_first_token_seconds": ("Time to first token", FIRST_TOKEN),
+        "vllm:time_per_output_token_seconds": ("Time per token after the first", NEXT_TOKEN),
+        "vllm:e2e_request_latency_seconds": ("Time of a whole request", WHOLE),
+        "vllm:request_prompt_tokens": ("Tokens of a prompt", tuple(counts)),
+        "vllm:request_generation_tokens": ("Generated tokens of a request", tuple(counts)),
+        "vllm:request_params_n": ("Outputs that a request asks for", SAMPLES),
+    }
     return {
         "vllm:prompt_tokens_total": MetricFamily("Tokens of prompts", "counter"),
         "vllm:generation_tokens_total": MetricFamily("Generated tokens", "counter"),
-        "vllm:time_to_first_token_seconds": MetricFamily("Time to first token", "histogram", FIRST_TOKEN),
-        "vllm:time_per_output_token_seconds": MetricFamily(
-            "Time per token after the first", "histogram", NEXT_TOKEN
-        ),
-        "vllm:e2e_request_latency_seconds": MetricFamily("Time of a whole request", "histogram", WHOLE),
-        "vllm:request_prompt_tokens": MetricFamily("Tokens of a prompt", "histogram", counts),
-        "vllm:request_generation_tokens": MetricFamily("Generated tokens of a request", "histogram", counts),
-        "vllm:request_params_n": MetricFamily("Outputs that a request asks for", "histogram", SAMPLES),
+        **{name: MetricFamily(text, "histogram", buckets) for name, (text, buckets) in histograms.items()},
     }
 
 
@@ -86,12 +90,3 @@ def samples(asked: PromptRequest, answer: Answer) -> list[tuple[str, float]]:
     later = max(0, max((len(one.token_ids) for one in answer.outputs), default=0) - 1)
     gap = ("vllm:time_per_output_token_seconds", (last - first) * 1e-9 / max(1, later))
     return found + [gap] * later
-
-
-def _buckets(longest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50, … up to `longest`."""
-    found, power = list[float](), 1
-    while power <= longest:
-        found += [float(step * power) for step in (1, 2, 5) if step * power <= longest]
-        power *= 10
-    return tuple(found)

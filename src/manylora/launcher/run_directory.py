@@ -38,13 +38,9 @@ class RunDirectory:
     def __init__(self, http_port: int, rank: int = 0) -> None:
         name = f"manylora-{os.getuid()}-{http_port}"
         self.path = temporary_folder() / (f"{name}{RANK}{rank}" if rank else name)
-        self.http_port = http_port
-        self.rank = rank
+        self.log = self.path / "server.log"
+        self.http_port, self.rank = http_port, rank
         self._lock = self._state = -1
-
-    @property
-    def log(self) -> Path:
-        return self.path / "server.log"
 
     def claim(self) -> None:
         """Create and lock it, or take a killed launcher's. Raises ConfigError if another has it."""
@@ -64,9 +60,8 @@ class RunDirectory:
                     "(--http_port, --grpc_port, --metrics_port)"
                 ) from error
             except OSError as error:
-                raise ConfigError(
-                    f"the run directory {self.path} cannot be made: {error.strerror}"
-                ) from error
+                text = f"the run directory {self.path} cannot be made: {error.strerror}"
+                raise ConfigError(text) from error
 
     def check_owner(self) -> None:
         """Raises ConfigError if another user could have created something in place of our directory."""
@@ -116,10 +111,6 @@ class RunDirectory:
             return {}
         reason = state["reason"] if state.get("state") == "failed" else "the supervisor was killed"
         return {"state": "failed", "reason": reason, "log": str(self.log)}
-
-    def limit_logs(self) -> None:
-        for name in LOGS:
-            limit_size(self.path / name)
 
     def prepare(self) -> None:
         """Remove what a killed launcher left behind, and take the room of the state. Raises OSError."""

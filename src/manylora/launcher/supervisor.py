@@ -29,7 +29,7 @@ from manylora.launcher.processes import (
     stat_of,
     why_taken,
 )
-from manylora.launcher.run_directory import RunDirectory, open_log
+from manylora.launcher.run_directory import LOGS, RunDirectory, limit_size, open_log
 from manylora.system.lifeline import RUN_DIR, WORLD_SIZE
 
 logger = logging.getLogger("manylora.launcher")
@@ -51,26 +51,20 @@ class StoppedError(Exception):
 
 
 class Service(Protocol):
-    """What a Supervisor starts and stops."""
+    """What a Supervisor starts and stops. `processes`: their ids, the main one first.
 
-    def start(self, stopping: Callable[[], bool]) -> None:
-        """Start it, and return when it is ready. Calls `stopping` several times a second.
+    start: returns when it is ready; calls `stopping` several times a second. Raises ConfigError if it
+    refuses, RuntimeError if it crashed, TimeoutError, StoppedError if `stopping` returned True.
+    loss: the reason why it has to be restarted, or None. Raises StoppedError if it has ended for good.
+    stop: let it finish its work, until `hurry` returns True after a second signal; then kill it.
+    kill: at once, with anything that may be left of it.
+    """
 
-        Raises ConfigError if it refuses, RuntimeError if it crashed, TimeoutError, StoppedError if `stopping`
-        returned True.
-        """
-
-    def loss(self) -> str | None:
-        """The reason why it has to be restarted, or None. Raises StoppedError if it has ended for good."""
-
-    def processes(self) -> list[int]:
-        """Ids of its processes, the main one first."""
-
-    def stop(self, hurry: Callable[[], bool]) -> None:
-        """Let it finish its work, until `hurry` returns True after a second signal. Then kill it."""
-
-    def kill(self) -> None:
-        """Kill it at once, with anything that may be left of it."""
+    def start(self, stopping: Callable[[], bool]) -> None: ...
+    def loss(self) -> str | None: ...
+    def processes(self) -> list[int]: ...
+    def stop(self, hurry: Callable[[], bool]) -> None: ...
+    def kill(self) -> None: ...
 
 
 class Supervisor:
@@ -81,11 +75,8 @@ class Supervisor:
     def __init__(
         self, service: Service, tries: int | None = None, run_dir: RunDirectory | None = None
     ) -> None:
-        self._service = service
-        self._tries = tries
-        self._run_dir = run_dir
-        self._signals = 0
-        self._tidied = 0.0
+        self._service, self._tries, self._run_dir = service, tries, run_dir
+        self._signals, self._tidied = 0, 0.0
         self.last_signal = 0
         self.status: dict[str, Any] = {"state": "starting", "reason": "", "server": 0}
         self.status |= {"processes": [], "restarts": 0, "last_loss": ""}
@@ -127,7 +118,8 @@ class Supervisor:
         """Whether a signal came. This is called all the time, so regular work is done here, too."""
         if self._run_dir is not None and time.monotonic() - self._tidied > TIDY_S:
             self._tidied = time.monotonic()
-            self._run_dir.limit_logs()
+            for name in LOGS:
+                limit_size(self._run_dir.path / name)
         return self._signals > 0
 
     def _watch(self) -> str | None:
@@ -284,14 +276,13 @@ class FollowerProgram(Program):
             finally:
                 os.close(report)
                 os.close(log)
+            loss = None
             while (said := _read(heard)) is None:
+                if loss is not None:
+                    raise RuntimeError(f"{loss} while starting")
                 if stopping():
                     raise StoppedError
-                if (loss := self.loss()) is not None:
-                    said = _read(heard)
-                    if said is None:
-                        raise RuntimeError(f"{loss} while starting")
-                    break
+                loss = self.loss()
                 time.sleep(POLL_S)
             if said:
                 raise ConfigError(said)

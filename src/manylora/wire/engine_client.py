@@ -23,7 +23,7 @@ from manylora.wire.tensor_table import SAMPLING_SCALARS, TENSORRT_LLM
 from manylora.wire.texts import encode_word_lists
 
 Tensors = dict[str, np.ndarray]
-DTYPES = {"FP32": np.float32, "INT32": np.int32, "UINT64": np.uint64, "BOOL": np.bool_}
+DTYPES = {"FP32": np.float32, "INT32": np.int32, "UINT64": np.uint64, "BOOL": np.bool_, "STRING": np.object_}
 TYPES = {tensor.name: DTYPES.get(tensor.dtype) for tensor in TENSORRT_LLM.inputs}
 USUAL = SamplingConfig()
 
@@ -33,19 +33,34 @@ def request_tensors(request: Request) -> Tensors:
 
     Prompt tables, drafts, retention and decoder prompts are not sent, because no caller uses them.
     """
-    params = request.params
-    found: Tensors = {
-        "input_ids": np.array([request.prompt], np.int32),
-        "input_lengths": _one(len(request.prompt), np.int32),
-        "request_output_len": _one(params.max_tokens, np.int32),
-        "streaming": _one(request.streaming, np.bool_),
-        "exclude_input_in_output": _one(True, np.bool_),
+    params, pooling, guide = request.params, request.pooling, request.params.guide
+    values: dict[str, bool | float | str] = {
+        "input_lengths": len(request.prompt),
+        "request_output_len": params.max_tokens,
+        "streaming": request.streaming,
+        "exclude_input_in_output": True,
     }
-    if request.pooling is not None:
-        found["pooling"] = _bytes(request.pooling.mode)
-        if request.pooling.head:
-            found["classification_head"] = _one(True, np.bool_)
-    return found | _sampling(params) | _limits(params) | _lora(request.lora)
+    if pooling is not None:
+        values |= {"pooling": pooling.mode} | ({"classification_head": True} if pooling.head else {})
+    sampling = params
+    if params.temperature == 0:
+        # With top_k 1 every server is greedy. Some divide by the temperature.
+        sampling = replace(params, temperature=1.0, top_k=1, top_p=None)
+    for field_name, name in SAMPLING_SCALARS.items():
+        if (value := getattr(sampling, field_name)) != getattr(USUAL, field_name):
+            values[name] = value
+    if params.end_id is not None:
+        values |= {"end_id": params.end_id, "pad_id": params.end_id}
+    if guide is not None:
+        values |= {"guided_decoding_guide_type": guide.type}
+        values |= {"guided_decoding_guide": guide.text} if guide.text else {}
+    found: Tensors = {"input_ids": np.array([request.prompt], np.int32)}
+    for name, words in (("stop_words_list", params.stop_words), ("bad_words_list", params.bad_words)):
+        if words:
+            found[name] = encode_word_lists([words])
+    if params.logit_bias is not None:
+        found["embedding_bias"] = params.logit_bias[np.newaxis].astype(np.float32)
+    return found | _scalars(values) | _lora(request.lora)
 
 
 @dataclass
@@ -124,33 +139,6 @@ class AnswerReader:
         )
 
 
-def _sampling(params: SamplingConfig) -> Tensors:
-    if params.temperature == 0:
-        # With top_k 1 every server is greedy. Some divide by the temperature.
-        params = replace(params, temperature=1.0, top_k=1, top_p=None)
-    return {
-        name: _one(value, TYPES[name])
-        for field, name in SAMPLING_SCALARS.items()
-        if (value := getattr(params, field)) != getattr(USUAL, field)
-    }
-
-
-def _limits(params: SamplingConfig) -> Tensors:
-    found: Tensors = {}
-    if params.end_id is not None:
-        found["end_id"] = found["pad_id"] = _one(params.end_id, np.int32)
-    for name, words in (("stop_words_list", params.stop_words), ("bad_words_list", params.bad_words)):
-        if words:
-            found[name] = encode_word_lists([words])
-    if params.logit_bias is not None:
-        found["embedding_bias"] = params.logit_bias[np.newaxis].astype(np.float32)
-    if params.guide is not None:
-        found["guided_decoding_guide_type"] = _bytes(params.guide.type)
-        if params.guide.text:
-            found["guided_decoding_guide"] = _bytes(params.guide.text)
-    return found
-
-
 def _lora(lora: LoraInput | LoraMix | None) -> Tensors:
     if lora is None:
         return {}
@@ -162,12 +150,11 @@ def _lora(lora: LoraInput | LoraMix | None) -> Tensors:
             return found | {"lora_mix_names": np.array([names], np.object_)}
         return found | {"lora_mix_task_ids": np.array([[one.task_id for one in members]], np.uint64)}
     if lora.name is not None and lora.task_id is None:
-        source = {} if lora.source is None else {"lora_ckpt_source": _bytes(lora.source)}
-        return {"lora_name": _bytes(lora.name), **source}
+        return _scalars({"lora_name": lora.name} | ({"lora_ckpt_source": lora.source} if lora.source else {}))
     others = [extra.name for extra in lora.extras if extra.name != INVOCATION]
     if others:
         raise RequestError(f"the adapter has {others[0]}, which tensors of a request cannot carry")
-    found = {"lora_task_id": _one(lora.task_id, np.uint64)}
+    found = {"lora_task_id": np.array([[lora.task_id]], np.uint64)}
     if lora.weights is not None and lora.config is not None:
         found |= {"lora_weights": lora.weights, "lora_config": lora.config.astype(np.int32)}
     if lora.invocation:
@@ -175,12 +162,9 @@ def _lora(lora: LoraInput | LoraMix | None) -> Tensors:
     return found
 
 
-def _one(value: object, dtype: type | None) -> np.ndarray:
-    return np.array([[value]], dtype)
-
-
-def _bytes(text: str) -> np.ndarray:
-    return np.array([[text.encode()]], np.object_)
+def _scalars(values: Mapping[str, bool | float | str]) -> Tensors:
+    encoded = {name: one.encode() if isinstance(one, str) else one for name, one in values.items()}
+    return {name: np.array([[one]], TYPES[name]) for name, one in encoded.items()}
 
 
 def _text(tensors: Mapping[str, np.ndarray], name: str) -> str:

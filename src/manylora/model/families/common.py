@@ -162,6 +162,10 @@ def read_biases(raw: Mapping[str, Any]) -> dict[str, Any]:
     return dict.fromkeys(("attention_bias", "attention_out_bias"), bool(raw["attention_bias"]))
 
 
+def all_biased(biased: bool) -> dict[str, Any]:
+    return dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), biased)
+
+
 def refuse(raw: Mapping[str, Any], *names: str) -> None:
     """Raises ConfigError if one of these settings is on, because they are not implemented."""
     for name in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from manylora.config.blocks import LatentConfig, RoutingConfig
@@ -11,78 +12,65 @@ from manylora.config.model import ModelConfig, MoeConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import check_each, read_biases, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
+from manylora.model.families.llama import PLAIN
 from manylora.model.families.moe import checked_moe
 
 LATENT = {
-    "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False, "rope_theta": 10000.0, "attention_bias": False, "q_lora_rank": 1536,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    **PLAIN, "vocab_size": 102400, "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
 DEEPSEEK2 = {
     **LATENT, "mlp_bias": False, "first_k_dense_replace": 0, "n_group": None, "topk_group": None,
     "n_routed_experts": 64, "n_shared_experts": 2, "routed_scaling_factor": 1.0, "topk_method": "greedy",
     "num_experts_per_tok": None, "moe_intermediate_size": 1407,
 }  # fmt: skip
-EXPERTS = {
-    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
-}  # fmt: skip
+EXPERTS = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
 DEEPSEEK3 = {
     **LATENT, **EXPERTS, "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
     "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128,
     "n_routed_experts": 256, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
     "num_experts_per_tok": 8, "first_k_dense_replace": 3, "max_position_embeddings": 4096,
     "rope_interleave": True,
 }  # fmt: skip
 GLM4_MOE = {
-    **EXPERTS, "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
-    "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": None,
-    "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False, "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+    **PLAIN, **EXPERTS, "vocab_size": 151552, "intermediate_size": 10944, "num_hidden_layers": 46,
+    "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
     "attention_bias": False, "moe_intermediate_size": 1408, "num_experts_per_tok": 8,
     "n_routed_experts": 128, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "use_qk_norm": False,
 }  # fmt: skip
 GLM4_LITE = {
     **LATENT, **EXPERTS, "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
     "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20,
+    "num_key_value_heads": 20,
     "n_routed_experts": 64, "routed_scaling_factor": 1.8, "q_lora_rank": 768, "v_head_dim": 256,
     "qk_nope_head_dim": 192, "num_experts_per_tok": 4, "max_position_embeddings": 202752,
     "rms_norm_eps": 1e-5, "rope_interleave": True, "mlp_layer_types": None,
 }  # fmt: skip
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 EXPERT_ALIASES = {"num_local_experts": "n_routed_experts"}
-PREDICTORS = (
-    8  # at most this many layers for multi-token prediction after the last one; released models have 1
-)
+PREDICTORS = 8  # most layers for multi-token prediction after the last one; released models have 1
 
 
 def _latent(raw: Mapping[str, Any], pairs: bool) -> dict[str, Any]:
-    sizes = LatentConfig(
-        raw["q_lora_rank"] or 0,
-        raw["kv_lora_rank"],
-        raw["qk_nope_head_dim"],
-        raw["qk_rope_head_dim"],
-        raw["v_head_dim"],
-    )
+    sizes = LatentConfig(raw["q_lora_rank"] or 0, *(raw[name] for name in LATENT_SIZES))
     if raw["attention_bias"] and not sizes.q_rank:
         raise ConfigError("config.json: attention_bias without q_lora_rank is not supported")
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    share, factor = scaling.get("mscale_all_dim"), float(scaling.get("factor") or 1.0)
+    yarn_scale = 1.0  # of queries and of keys, so the scale of attention scores has it twice
+    if kind != "default" and share and factor > 1:
+        yarn_scale = 0.1 * float(share) * math.log(factor) + 1.0
     return {
         **read_biases(raw),
         "num_kv_heads": 1,
         "head_dim": sizes.cached_dim,
         "latent": sizes,
         "rope_interleaved": pairs,
-        "attention_scale": sizes.query_dim**-0.5 * _yarn_scale(raw) ** 2,
+        "attention_scale": sizes.query_dim**-0.5 * yarn_scale**2,
     }
-
-
-def _yarn_scale(raw: Mapping[str, Any]) -> float:
-    """YaRN's factor on queries and on keys. The scale of attention scores contains it twice."""
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    share, factor = scaling.get("mscale_all_dim"), float(scaling.get("factor") or 1.0)
-    if kind == "default" or not share or factor <= 1:
-        return 1.0
-    return 0.1 * float(share) * math.log(factor) + 1.0
 
 
 def _experts(raw: Mapping[str, Any], layers: frozenset[int], routing: RoutingConfig) -> MoeConfig | None:
@@ -131,22 +119,9 @@ def _deepseek2(raw: Mapping[str, Any]) -> dict[str, Any]:
     method, scale = raw["topk_method"], float(raw["routed_scaling_factor"])
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(f"config.json: topk_method {method!r} is not supported")
-    routing = RoutingConfig(scale=scale, wide=True)
-    if method != "greedy":
-        routing = RoutingConfig(groups=raw["n_group"], top_groups=raw["topk_group"], scale=scale, wide=True)
+    groups = (1, 1) if method == "greedy" else (raw["n_group"], raw["topk_group"])
+    routing = RoutingConfig(groups=groups[0], top_groups=groups[1], scale=scale, wide=True)
     return {**_latent(raw, True), "moe": _experts(raw, _after_first(raw), routing)}
-
-
-def _deepseek3(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_latent(raw, bool(raw["rope_interleave"])), "moe": _sigmoid(raw, _after_first(raw))}
-
-
-def _glm4_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "attention_bias": bool(raw["attention_bias"]),
-        "qk_norm": "head" if raw["use_qk_norm"] else "",
-        "moe": _sigmoid(raw, _after_first(raw)),
-    }
 
 
 def _glm4_lite(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,16 +135,16 @@ def _glm4_lite(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _names(config: ModelConfig) -> TensorNames:
     behind = range(config.num_layers, config.num_layers + PREDICTORS)
     unused = tuple(f"model.layers.{layer}." for layer in behind)
+    names = TensorNames(unused=unused, shared_block="shared_experts")
     if config.latent is None:
-        return TensorNames(unused=unused, shared_block="shared_experts")
+        return names
     first = "q_a_proj" if config.latent.q_rank else "q_proj"
-    return TensorNames(
-        unused=unused,
+    return replace(
+        names,
         qkv=(f"self_attn.{first}", "self_attn.kv_a_proj_with_mqa"),
         latent=("self_attn.q_b_proj", "self_attn.kv_b_proj"),
         q_norm="self_attn.q_a_layernorm",
         k_norm="self_attn.kv_a_layernorm",
-        shared_block="shared_experts",
     )
 
 
@@ -177,9 +152,22 @@ FAMILIES = {
     "DeepseekV2ForCausalLM": ModelFamily(
         DEEPSEEK2, _deepseek2, _names, aliases={"num_experts": "n_routed_experts"}
     ),
-    "DeepseekV3ForCausalLM": ModelFamily(DEEPSEEK3, _deepseek3, _names, aliases=EXPERT_ALIASES),
+    "DeepseekV3ForCausalLM": ModelFamily(
+        DEEPSEEK3,
+        lambda raw: {**_latent(raw, bool(raw["rope_interleave"])), "moe": _sigmoid(raw, _after_first(raw))},
+        _names,
+        aliases=EXPERT_ALIASES,
+    ),
     "Glm4MoeForCausalLM": ModelFamily(
-        GLM4_MOE, _glm4_moe, _names, aliases=EXPERT_ALIASES, rope={"partial": "partial_rotary_factor"}
+        GLM4_MOE,
+        lambda raw: {
+            "attention_bias": bool(raw["attention_bias"]),
+            "qk_norm": "head" if raw["use_qk_norm"] else "",
+            "moe": _sigmoid(raw, _after_first(raw)),
+        },
+        _names,
+        aliases=EXPERT_ALIASES,
+        rope={"partial": "partial_rotary_factor"},
     ),
     "Glm4MoeLiteForCausalLM": ModelFamily(
         GLM4_LITE, _glm4_lite, _names, aliases={**EXPERT_ALIASES, "head_dim": "qk_rope_head_dim"}

@@ -89,15 +89,6 @@ def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma3_model(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A model without a language model head, such as EmbeddingGemma."""
-    return {**_gemma3(raw), **WITHOUT_HEAD}
-
-
-def _text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return flat_rope(text_settings(raw, GEMMA3))
-
-
 def _capped(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_shared(raw),
@@ -137,15 +128,30 @@ def _gemma3n_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def _gemma3n(raw: Mapping[str, Any]) -> dict[str, Any]:
     count = raw["num_hidden_layers"]
     windows = read_windows(raw, [(layer + 1) % 5 != 0 for layer in range(count)])
+    pattern = raw["activation_sparsity_pattern"]
+    if pattern is None:  # the first ten of more than ten layers are sparse
+        sparse = 10 if count > 10 else 0
+        pattern = [0.95] * sparse + [0.0] * (count - sparse)
+    if len(pattern) != count or not all(0 <= share < 1 for share in pattern):
+        raise ConfigError(
+            f"config.json: activation_sparsity_pattern must be {count} numbers from 0 to less than 1, "
+            f"got {list(pattern)}"
+        )
+    streams, active = raw["altup_num_inputs"], raw["altup_active_idx"]
+    if not 1 < streams <= count + 1 or not 0 <= active < streams:
+        raise ConfigError(
+            f"config.json: altup_num_inputs must be from 2 to num_hidden_layers + 1, and altup_active_idx "
+            f"less than it, got {streams} and {active}"
+        )
     return {
         **read_shared(raw),
         "sliding_windows": windows,
         "kv_sources": shared_kv(windows, raw["num_kv_shared_layers"]),
-        "sparsity": _sparsity(raw["activation_sparsity_pattern"], count),
+        "sparsity": tuple(pattern) if any(pattern) else (),
         "layer_inputs": LayerInputsConfig(
             raw["hidden_size_per_layer_input"], raw["vocab_size_per_layer_input"], count
         ),
-        "altup": _altup(raw),
+        "altup": AltUpConfig(streams, active, bool(raw["altup_correct_scale"]), raw["laurel_rank"]),
     }
 
 
@@ -182,37 +188,14 @@ def shared_kv(kinds: Sequence[object], shared: int) -> tuple[int, ...]:
     return tuple(layer if layer < first else last[kind] for layer, kind in enumerate(kinds)) if shared else ()
 
 
-def _sparsity(pattern: Sequence[float] | None, count: int) -> tuple[float, ...]:
-    """The sparsity of each layer. Without a pattern, the first ten of more than ten layers are sparse."""
-    if pattern is None:
-        sparse = 10 if count > 10 else 0
-        pattern = [0.95] * sparse + [0.0] * (count - sparse)
-    if len(pattern) != count or not all(0 <= share < 1 for share in pattern):
-        raise ConfigError(
-            f"config.json: activation_sparsity_pattern must be {count} numbers from 0 to less than 1, "
-            f"got {list(pattern)}"
-        )
-    return tuple(pattern) if any(pattern) else ()
-
-
-def _altup(raw: Mapping[str, Any]) -> AltUpConfig:
-    streams, active = raw["altup_num_inputs"], raw["altup_active_idx"]
-    if not 1 < streams <= raw["num_hidden_layers"] + 1 or not 0 <= active < streams:
-        raise ConfigError(
-            f"config.json: altup_num_inputs must be from 2 to num_hidden_layers + 1, and altup_active_idx "
-            f"less than it, got {streams} and {active}"
-        )
-    return AltUpConfig(streams, active, bool(raw["altup_correct_scale"]), raw["laurel_rank"])
-
-
 GEMMA4 = {
     "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
     "num_global_key_value_heads": None, "per_layer_config": None, "attention_k_eq_v": False,
     "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True, "rope_theta": 10000.0,
-    "rope_parameters": None, "rope_local_base_freq": 10000.0,
-    "attention_bias": False, "sliding_window": 512, "layer_types": None, "final_logit_softcapping": None,
+    "tie_word_embeddings": True, "rope_theta": 10000.0, "rope_parameters": None,
+    "rope_local_base_freq": 10000.0, "attention_bias": False, "sliding_window": 512, "layer_types": None,
+    "final_logit_softcapping": None,
     "use_bidirectional_attention": None, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0,
     "vocab_size_per_layer_input": 262144, "use_double_wide_mlp": False,
     "enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
@@ -242,6 +225,10 @@ def _gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
     windows = (*windows[:-1], None)  # the last layer never has one, regardless of config.json
     sources = shared_kv(windows, raw["num_kv_shared_layers"])
     readers = {layer for layer, source in enumerate(sources) if source != layer}
+    moe = None
+    if raw["enable_moe_block"]:  # every layer has experts in addition to its MLP
+        sizes = raw["num_experts"], raw["top_k_experts"], raw["moe_intermediate_size"]
+        moe = checked_moe(MoeConfig(*sizes, True, frozenset(range(count)), beside_mlp=True))
     return {
         **read_shared(raw),
         "sliding_windows": windows,
@@ -251,7 +238,7 @@ def _gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
             for layer, window in enumerate(windows)
         ),
         "layer_inputs": LayerInputsConfig(dim, raw["vocab_size_per_layer_input"], count) if dim else None,
-        "moe": _gemma4_experts(raw) if raw["enable_moe_block"] else None,
+        "moe": moe,
     }
 
 
@@ -283,13 +270,6 @@ def _gemma4_shape(raw: Mapping[str, Any], layer: int, full: bool, reads_kv: bool
     )
 
 
-def _gemma4_experts(raw: Mapping[str, Any]) -> MoeConfig:
-    """Every layer has experts in addition to its MLP. The names of the MLP do not include them."""
-    layers = frozenset(range(raw["num_hidden_layers"]))
-    sizes = raw["num_experts"], raw["top_k_experts"], raw["moe_intermediate_size"]
-    return checked_moe(MoeConfig(*sizes, True, layers, beside_mlp=True))
-
-
 def _gemma4_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     return flat_rope(
         {**raw, "rope_scaling": None, "rope_parameters": raw.get("rope_parameters") or GEMMA4_ROPE}
@@ -302,13 +282,12 @@ def _gemma4_names(config: ModelConfig) -> TensorNames:
     return replace(GEMMA4_NAMES, block_norms={**GEMMA4_NAMES.block_norms, **EXPERT_NORMS})
 
 
-def _gemma4_tower(config: ModelConfig) -> TensorNames:
-    return text_tower(_gemma4_names(config), GEMMA4_PARTS)
-
-
 def _gemma4_multimodal(defaults: Mapping[str, Any]) -> ModelFamily:
     return ModelFamily(
-        MULTIMODAL, _gemma4, _gemma4_tower, lambda raw: _gemma4_settings(text_settings(raw, defaults))
+        MULTIMODAL,
+        _gemma4,
+        lambda config: text_tower(_gemma4_names(config), GEMMA4_PARTS),
+        lambda raw: _gemma4_settings(text_settings(raw, defaults)),
     )
 
 
@@ -317,10 +296,16 @@ FAMILIES = {
     "Gemma2ForCausalLM": ModelFamily(GEMMA2_DEFAULTS, _gemma2, lambda _: GEMMA2),
     "Gemma3ForCausalLM": ModelFamily(GEMMA3, _gemma3, lambda _: GEMMA2, flat_rope),
     "Gemma3TextModel": ModelFamily(
-        GEMMA3, _gemma3_model, lambda _: replace(GEMMA2, unused=("2_Dense.", "3_Dense.")), flat_rope
+        GEMMA3,
+        lambda raw: {**_gemma3(raw), **WITHOUT_HEAD},  # such as EmbeddingGemma
+        lambda _: replace(GEMMA2, unused=("2_Dense.", "3_Dense.")),
+        flat_rope,
     ),
     "Gemma3ForConditionalGeneration": ModelFamily(
-        MULTIMODAL, _gemma3, lambda _: text_tower(GEMMA2), _text_config
+        MULTIMODAL,
+        _gemma3,
+        lambda _: text_tower(GEMMA2),
+        lambda raw: flat_rope(text_settings(raw, GEMMA3)),
     ),
     "Gemma3nForCausalLM": ModelFamily(GEMMA3N, _gemma3n, lambda _: GEMMA2, _gemma3n_settings),
     "Gemma3nForConditionalGeneration": ModelFamily(

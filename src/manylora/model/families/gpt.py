@@ -9,9 +9,11 @@ from typing import Any
 
 from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
-from manylora.model.families.common import read_activation, read_biases, read_windows, refuse
-from manylora.model.families.family import ModelFamily, TensorNames
+from manylora.model.families.common import all_biased, read_activation, read_biases, read_windows, refuse
+from manylora.model.families.family import BLOCK_NORMS, ModelFamily, TensorNames
+from manylora.model.families.llama import PLAIN
 
+ONE_NORM = {"attention_norm": "input_layernorm"}
 GPT2 = TensorNames(
     roots=("transformer.", ""),  # the released files have no root
     embed="wte",
@@ -41,7 +43,7 @@ PHI = TensorNames(
     down="mlp.fc2",
     q_norm="self_attn.q_layernorm",
     k_norm="self_attn.k_layernorm",
-    block_norms={"attention_norm": "input_layernorm"},
+    block_norms=ONE_NORM,
 )
 STARCODER2 = TensorNames(up_gate=("mlp.c_fc",), down="mlp.c_proj")
 
@@ -61,13 +63,14 @@ STABLELM = TensorNames(
 )
 
 GPT2_DEFAULTS = {
-    "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
-    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True,
+    "vocab_size": 50257, "max_position_embeddings": 1024, "hidden_size": 768, "num_hidden_layers": 12,
+    "num_attention_heads": 12, "n_inner": None, "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 GPT2_ALIASES = {
-    "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
+    "n_embd": "hidden_size", "n_positions": "max_position_embeddings", "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
 }  # fmt: skip
 NEOX_DEFAULTS = {
     "vocab_size": 50432, "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64,
@@ -85,17 +88,15 @@ FALCON = {
 }  # fmt: skip
 FALCON_ALIASES = {"n_embed": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 PHI_DEFAULTS = {
-    "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
-    "num_attention_heads": 32, "num_key_value_heads": None, "hidden_act": "gelu_new",
-    "max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "qk_layernorm": False,
+    **PLAIN, "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+    "hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "qk_layernorm": False,
 }  # fmt: skip
 PHI_ROPE = {"partial": "partial_rotary_factor"}
 STARCODER2_DEFAULTS = {
-    "vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
-    "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
+    **PLAIN, "vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
+    "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "use_bias": True,
     "max_position_embeddings": 4096, "norm_epsilon": 1e-5, "tie_word_embeddings": True,
-    "rope_theta": 10000.0, "sliding_window": None, "use_bias": True,
+    "sliding_window": None,
 }  # fmt: skip
 
 OPT_DEFAULTS = {
@@ -105,17 +106,14 @@ OPT_DEFAULTS = {
     "enable_bias": True, "layer_norm_elementwise_affine": True, "tie_word_embeddings": True,
 }  # fmt: skip
 STABLELM_DEFAULTS = {
-    "vocab_size": 50304, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu",
-    "max_position_embeddings": 4096, "layer_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "use_qkv_bias": False, "qk_layernorm": False,
-    "use_parallel_residual": False,
+    **PLAIN, "vocab_size": 50304, "hidden_size": 2560, "intermediate_size": 6912, "num_key_value_heads": 32,
+    "max_position_embeddings": 4096, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25,
+    "use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False,
 }  # fmt: skip
 NEMOTRON_DEFAULTS = {
-    "vocab_size": 256000, "hidden_size": 6144, "intermediate_size": 24576, "num_hidden_layers": 32,
-    "num_attention_heads": 48, "num_key_value_heads": None, "head_dim": None, "hidden_act": "relu2",
-    "max_position_embeddings": 4096, "norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "attention_bias": False, "mlp_bias": False,
+    **PLAIN, "vocab_size": 256000, "hidden_size": 6144, "intermediate_size": 24576,
+    "num_attention_heads": 48, "hidden_act": "relu2", "max_position_embeddings": 4096, "norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
 
 
@@ -128,18 +126,7 @@ def _gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
         "transposed_weights": True,
         "attention_scale": None if raw["scale_attn_weights"] else 1.0,
         "scaled_by_layer": bool(raw["scale_attn_by_inverse_layer_idx"]),
-        **_all_biased(True),
-    }
-
-
-def _rename_gpt2(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **raw,
-        "hidden_size": raw["n_embd"],
-        "intermediate_size": raw["n_inner"] or 4 * raw["n_embd"],
-        "num_hidden_layers": raw["n_layer"],
-        "num_attention_heads": raw["n_head"],
-        "max_position_embeddings": raw["n_positions"],
+        **all_biased(True),
     }
 
 
@@ -168,20 +155,14 @@ def _falcon(raw: Mapping[str, Any]) -> dict[str, Any]:
         "parallel_blocks": parallel,
         "shared_norm": parallel and not (new and norms == 2),
         "qkv_groups": kv_heads,
-        **_all_biased(bool(raw["bias"])),
+        **all_biased(bool(raw["bias"])),
     }
 
 
-def _rename_falcon(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {**raw, "intermediate_size": raw["ffn_hidden_size"] or 4 * raw["hidden_size"]}
-
-
 def _falcon_names(config: ModelConfig) -> TensorNames:
-    norms = {"attention_norm": "input_layernorm"}
-    if config.parallel_blocks and not config.shared_norm:
-        norms = {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
-    elif not config.parallel_blocks:
-        norms["mlp_norm"] = "post_attention_layernorm"
+    norms = BLOCK_NORMS
+    if config.parallel_blocks:
+        norms = ONE_NORM if config.shared_norm else {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
     return TensorNames(
         roots=("transformer.",),
         embed="word_embeddings",
@@ -193,25 +174,6 @@ def _falcon_names(config: ModelConfig) -> TensorNames:
         down="mlp.dense_4h_to_h",
         block_norms=norms,
     )
-
-
-def _phi(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "qk_norm": "head" if raw["qk_layernorm"] else "",
-        **_plain_layers(raw, "layer_norm_eps", "hidden_act"),
-        "parallel_blocks": True,
-        "shared_norm": True,
-        "head_bias": True,
-        **_all_biased(True),
-    }
-
-
-def _starcoder2(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **_plain_layers(raw, "norm_epsilon", "hidden_act"),
-        "sliding_windows": read_windows(raw),
-        **_all_biased(bool(raw["use_bias"])),
-    }
 
 
 def _opt(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,16 +188,8 @@ def _opt(raw: Mapping[str, Any]) -> dict[str, Any]:
         **_plain_layers({**raw, "eps": 1e-5}, "eps", "activation_function"),
         "learned_positions": True,
         "position_offset": 2,
-        **_all_biased(bool(raw["enable_bias"])),
+        **all_biased(bool(raw["enable_bias"])),
     }
-
-
-def _opt_names(config: ModelConfig) -> TensorNames:
-    return replace(OPT, norm="") if config.post_norm else OPT
-
-
-def _rename_opt(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {**raw, "intermediate_size": raw["ffn_dim"]}
 
 
 def _stablelm(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,20 +202,6 @@ def _stablelm(raw: Mapping[str, Any]) -> dict[str, Any]:
         "attention_bias": bool(raw["use_qkv_bias"]),
         "parallel_blocks": parallel,
         "shared_norm": parallel,
-    }
-
-
-def _stablelm_names(config: ModelConfig) -> TensorNames:
-    norms = {"attention_norm": "input_layernorm"}
-    return replace(STABLELM, block_norms=norms) if config.parallel_blocks else STABLELM
-
-
-def _nemotron(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **_plain_layers(raw, "norm_eps", "hidden_act"),
-        "norm": "layer_plus_one",
-        **read_biases(raw),
-        "mlp_bias": bool(raw["mlp_bias"]),
     }
 
 
@@ -281,17 +221,63 @@ def _one_key_per_head(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_kv_heads": heads, "head_dim": raw["hidden_size"] // heads}
 
 
-def _all_biased(biased: bool) -> dict[str, Any]:
-    return dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), biased)
-
-
 FAMILIES = {
-    "GPT2LMHeadModel": ModelFamily(GPT2_DEFAULTS, _gpt2, lambda _: GPT2, _rename_gpt2, aliases=GPT2_ALIASES),
-    "OPTForCausalLM": ModelFamily(OPT_DEFAULTS, _opt, _opt_names, _rename_opt),
-    "StableLmForCausalLM": ModelFamily(STABLELM_DEFAULTS, _stablelm, _stablelm_names, rope=PHI_ROPE),
-    "NemotronForCausalLM": ModelFamily(NEMOTRON_DEFAULTS, _nemotron, lambda _: NEMOTRON, rope=PHI_ROPE),
+    "GPT2LMHeadModel": ModelFamily(
+        GPT2_DEFAULTS,
+        _gpt2,
+        lambda _: GPT2,
+        lambda raw: {**raw, "intermediate_size": raw["n_inner"] or 4 * raw["hidden_size"]},
+        aliases=GPT2_ALIASES,
+    ),
+    "OPTForCausalLM": ModelFamily(
+        OPT_DEFAULTS,
+        _opt,
+        lambda config: replace(OPT, norm="") if config.post_norm else OPT,
+        lambda raw: {**raw, "intermediate_size": raw["ffn_dim"]},
+    ),
+    "StableLmForCausalLM": ModelFamily(
+        STABLELM_DEFAULTS,
+        _stablelm,
+        lambda config: replace(STABLELM, block_norms=ONE_NORM) if config.parallel_blocks else STABLELM,
+        rope=PHI_ROPE,
+    ),
+    "NemotronForCausalLM": ModelFamily(
+        NEMOTRON_DEFAULTS,
+        lambda raw: {
+            **_plain_layers(raw, "norm_eps", "hidden_act"),
+            "norm": "layer_plus_one",
+            **read_biases(raw),
+            "mlp_bias": bool(raw["mlp_bias"]),
+        },
+        lambda _: NEMOTRON,
+        rope=PHI_ROPE,
+    ),
     "GPTNeoXForCausalLM": ModelFamily(NEOX_DEFAULTS, _neox, lambda _: NEOX, rope=NEOX_ROPE),
-    "FalconForCausalLM": ModelFamily(FALCON, _falcon, _falcon_names, _rename_falcon, aliases=FALCON_ALIASES),
-    "PhiForCausalLM": ModelFamily(PHI_DEFAULTS, _phi, lambda _: PHI, rope=PHI_ROPE),
-    "Starcoder2ForCausalLM": ModelFamily(STARCODER2_DEFAULTS, _starcoder2, lambda _: STARCODER2),
+    "FalconForCausalLM": ModelFamily(
+        FALCON,
+        _falcon,
+        _falcon_names,
+        lambda raw: {**raw, "intermediate_size": raw["ffn_hidden_size"] or 4 * raw["hidden_size"]},
+        aliases=FALCON_ALIASES,
+    ),
+    "PhiForCausalLM": ModelFamily(
+        PHI_DEFAULTS,
+        lambda raw: {
+            "qk_norm": "head" if raw["qk_layernorm"] else "",
+            **_plain_layers(raw, "layer_norm_eps", "hidden_act"),
+            **dict.fromkeys(("parallel_blocks", "shared_norm", "head_bias"), True),
+            **all_biased(True),
+        },
+        lambda _: PHI,
+        rope=PHI_ROPE,
+    ),
+    "Starcoder2ForCausalLM": ModelFamily(
+        STARCODER2_DEFAULTS,
+        lambda raw: {
+            **_plain_layers(raw, "norm_epsilon", "hidden_act"),
+            "sliding_windows": read_windows(raw),
+            **all_biased(bool(raw["use_bias"])),
+        },
+        lambda _: STARCODER2,
+    ),
 }

@@ -106,10 +106,6 @@ def _mistral(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_windows": read_windows(raw)}
 
 
-def _ministral(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sliding_windows": read_windows(raw, [True] * raw["num_hidden_layers"])}
-
-
 def _ministral3_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or MINISTRAL3_ROPE
     # max_position_embeddings inside the rotary parameters has no effect.
@@ -148,22 +144,6 @@ def _smollm3(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _qwen2(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {"attention_bias": True, "sliding_windows": _qwen_windows(raw)}
-
-
-def _qwen3(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {**read_biases(raw), "qk_norm": "head", "sliding_windows": _qwen_windows(raw)}
-
-
-def _phi3(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_mistral(raw), "rope_restarts": True}
-
-
-def _granite(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_llama(raw), **read_granite(raw)}
-
-
 def read_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Granite's multipliers."""
     return {
@@ -200,16 +180,6 @@ def _exaone4(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"qk_norm": "head", "sliding_windows": windows, "unrotated_layers": still}
 
 
-def _internlm2(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The rows of the fused q, k and v are in groups, one for each key head."""
-    biased = bool(raw["bias"])
-    return {
-        "qkv_groups": raw["num_key_value_heads"] or raw["num_attention_heads"],
-        "attention_bias": biased,
-        "attention_out_bias": biased,
-    }
-
-
 def _internlm3(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw["attention_bias"] != raw["mlp_bias"]:
         raise ConfigError("config.json: qkv_bias and bias must be equal")
@@ -226,19 +196,34 @@ def _qwen_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
 FAMILIES = {
     "LlamaForCausalLM": ModelFamily(LLAMA, _llama),
     "MistralForCausalLM": ModelFamily(MISTRAL, _mistral),
-    "MinistralForCausalLM": ModelFamily(MINISTRAL, _ministral),
+    "MinistralForCausalLM": ModelFamily(
+        MINISTRAL, lambda raw: {"sliding_windows": read_windows(raw, [True] * raw["num_hidden_layers"])}
+    ),
     "Ministral3ForCausalLM": ModelFamily(MINISTRAL3, _mistral, rename=_ministral3_rope),
     "Mistral3ForConditionalGeneration": ModelFamily(
         MISTRAL3, _mistral, lambda _: text_tower(TensorNames()), _mistral3
     ),
     "SmolLM3ForCausalLM": ModelFamily(SMOLLM3, _smollm3),
-    "Qwen2ForCausalLM": ModelFamily(QWEN2, _qwen2),
-    "Qwen3ForCausalLM": ModelFamily(QWEN3, _qwen3),
-    "Phi3ForCausalLM": ModelFamily(PHI3_DEFAULTS, _phi3, lambda _: PHI3, rope=PHI3_ROPE),
-    "GraniteForCausalLM": ModelFamily(GRANITE, _granite),
+    "Qwen2ForCausalLM": ModelFamily(
+        QWEN2, lambda raw: {"attention_bias": True, "sliding_windows": _qwen_windows(raw)}
+    ),
+    "Qwen3ForCausalLM": ModelFamily(
+        QWEN3, lambda raw: {**read_biases(raw), "qk_norm": "head", "sliding_windows": _qwen_windows(raw)}
+    ),
+    "Phi3ForCausalLM": ModelFamily(
+        PHI3_DEFAULTS, lambda raw: {**_mistral(raw), "rope_restarts": True}, lambda _: PHI3, rope=PHI3_ROPE
+    ),
+    "GraniteForCausalLM": ModelFamily(GRANITE, lambda raw: {**_llama(raw), **read_granite(raw)}),
     "Olmo2ForCausalLM": ModelFamily(OLMO2_DEFAULTS, _olmo2, lambda _: OLMO2),
     "Exaone4ForCausalLM": ModelFamily(EXAONE4, _exaone4, lambda _: OLMO2),
-    "InternLM2ForCausalLM": ModelFamily(INTERNLM2, _internlm2, lambda _: INTERNLM2_NAMES),
+    "InternLM2ForCausalLM": ModelFamily(
+        INTERNLM2,
+        lambda raw: {  # the rows of the fused q, k and v are in groups, one for each key head
+            "qkv_groups": raw["num_key_value_heads"] or raw["num_attention_heads"],
+            **read_biases({"attention_bias": raw["bias"]}),
+        },
+        lambda _: INTERNLM2_NAMES,
+    ),
     "InternLM3ForCausalLM": ModelFamily(
         INTERNLM3, _internlm3, aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"}
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from manylora.config.blocks import RoutingConfig
@@ -11,6 +10,7 @@ from manylora.config.model import MoeConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_biases, text_settings
 from manylora.model.families.family import ModelFamily, TensorNames, text_tower
+from manylora.model.families.llama import PLAIN
 from manylora.model.families.moe import checked_moe
 
 LLAMA4_NAMES = TensorNames(
@@ -19,12 +19,11 @@ LLAMA4_NAMES = TensorNames(
     sparse="feed_forward",
     routers=("router",),
 )
-VISION = ("vision_model.", "model.vision_model.")
 LLAMA4 = {
-    "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
-    "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
-    "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False, "rope_theta": 500000.0, "num_experts_per_tok": 1, "num_local_experts": 16,
+    **PLAIN, "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384, "num_hidden_layers": 48, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "num_experts_per_tok": 1, "num_local_experts": 16,
     "moe_layers": None, "interleave_moe_layer_step": 1, "use_qk_norm": True, "no_rope_layers": None,
     "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "layer_types": None,
     "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1, "attention_bias": False,
@@ -46,13 +45,20 @@ def _llama4(raw: Mapping[str, Any]) -> dict[str, Any]:
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     plain = kind == "longrope" and scaling.get("attention_factor") == 1  # as of a GGUF file
-    if not plain and kind not in (
-        "default",
-        "linear",
-        "llama3",
-    ):  # others scale queries and keys, which are normalised later
+    # Others scale queries and keys, which are normalised later.
+    if not plain and kind not in ("default", "linear", "llama3"):
         raise ConfigError(f"config.json: rope scaling {kind!r} is not supported here")
     tuned = raw["attn_temperature_tuning"]
+    step, layers, inner = raw["interleave_moe_layer_step"], raw["moe_layers"], raw["intermediate_size"]
+    if layers is None:
+        layers = range(step - 1, count, step)
+    moe = None
+    if list(layers):
+        moe = MoeConfig(
+            raw["num_local_experts"], raw["num_experts_per_tok"], inner, norm_topk_prob=False,
+            layers=frozenset(layers), shared_intermediate_size=inner, shared_gated=False,
+            routing=RoutingConfig("top"), transposed=True,
+        )  # fmt: skip
     return {
         **read_biases(raw),
         "intermediate_size": raw["intermediate_size_mlp"],
@@ -61,36 +67,8 @@ def _llama4(raw: Mapping[str, Any]) -> dict[str, Any]:
         "unrotated_growth": (float(raw["attn_scale"]), int(raw["floor_scale"])) if tuned else None,
         "attention_chunk": raw["attention_chunk_size"] if any(chunked) else None,
         "qk_norm": "plain" if raw["use_qk_norm"] else "",
-        "moe": _moe(raw),
+        "moe": None if moe is None else checked_moe(moe),
     }
-
-
-def _moe(raw: Mapping[str, Any]) -> MoeConfig | None:
-    step = raw["interleave_moe_layer_step"]
-    layers = raw["moe_layers"]
-    if layers is None:
-        layers = range(step - 1, raw["num_hidden_layers"], step)
-    if not list(layers):
-        return None
-    inner = raw["intermediate_size"]
-    return checked_moe(
-        MoeConfig(
-            raw["num_local_experts"],
-            raw["num_experts_per_tok"],
-            inner,
-            norm_topk_prob=False,
-            layers=frozenset(layers),
-            shared_intermediate_size=inner,
-            shared_gated=False,
-            routing=RoutingConfig("top"),
-            transposed=True,
-        )
-    )
-
-
-def _text_tower(_: object) -> TensorNames:
-    names = text_tower(LLAMA4_NAMES)
-    return replace(names, unused=(*names.unused, *VISION))
 
 
 FAMILIES = {
@@ -98,7 +76,7 @@ FAMILIES = {
     "Llama4ForConditionalGeneration": ModelFamily(
         {"text_config": None, "tie_word_embeddings": False},
         _llama4,
-        _text_tower,
+        lambda _: text_tower(LLAMA4_NAMES, ("vision_model.",)),
         lambda raw: text_settings(raw, LLAMA4),
     ),
 }

@@ -9,28 +9,26 @@ from dataclasses import replace
 from typing import Any
 
 from manylora.config.blocks import BesideConfig, Mamba2Config, RoutingConfig
-from manylora.config.model import ModelConfig, MoeConfig
+from manylora.config.model import MoeConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation, read_biases, recurrent_layers, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
-from manylora.model.families.llama import read_granite
+from manylora.model.families.llama import LLAMA, read_granite
 from manylora.model.families.moe import GRANITE_MOE_SHARED, GRANITE_NAMES, checked_moe, granite_experts
 
 KINDS = {"mamba": "linear_attention", "attention": "full_attention"}  # the names in released files
-GRANITE_HYBRID = {
-    **GRANITE_MOE_SHARED, "shared_intermediate_size": 1024, "position_embedding_type": None,
-    "layer_types": None, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
-    "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
-    "mamba_proj_bias": False, "time_step_limit": (0.0, float("inf")),
-}  # fmt: skip
-BAMBA = {
-    "vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None, "hidden_act": "silu",
-    "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_theta": 10000.0, "attn_layer_indices": None, "attention_bias": False, "mlp_bias": False,
+MAMBA_SIZES = {
     "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto",
     "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
     "time_step_limit": (0.0, float("inf")),
+}  # fmt: skip
+GRANITE_HYBRID = {
+    **GRANITE_MOE_SHARED, **MAMBA_SIZES, "shared_intermediate_size": 1024, "position_embedding_type": None,
+    "layer_types": None,
+}  # fmt: skip
+BAMBA = {
+    **LLAMA, **MAMBA_SIZES, "vocab_size": 128000, "intermediate_size": 14336, "num_key_value_heads": 8,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "attn_layer_indices": None,
 }  # fmt: skip
 MAMBA = TensorNames(recurrent="mamba", recurrent_in=("in_proj",))
 BAMBA_NAMES = replace(
@@ -75,11 +73,6 @@ def _bamba(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _half_rotated(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Bamba rotates half of each head, unless rope_parameters says otherwise."""
-    return {**raw, "partial_rotary_factor": 0.5}
-
-
 def layers_of(raw: Mapping[str, Any], kinds: list[str] | None) -> frozenset[int]:
     """The Mamba layers. kinds: of each layer; None: all are Mamba. Raises ConfigError."""
     count = raw["num_hidden_layers"]
@@ -97,6 +90,9 @@ def read_mamba(
     size = int(raw["mamba_expand"] * raw["hidden_size"]) if size is None else size
     heads, dim = raw["mamba_n_heads"], raw["mamba_d_head"]
     dim = size // heads if dim == "auto" else dim
+    # As JSON has no infinity, transformers writes it as {"__float__": "Infinity"}.
+    limits = raw["time_step_limit"] or (0.0, float("inf"))
+    least, most = (float(one["__float__"] if isinstance(one, Mapping) else one) for one in limits)
     mamba = Mamba2Config(
         layers,
         heads,
@@ -107,19 +103,11 @@ def read_mamba(
         conv_bias=bool(raw["mamba_conv_bias"]),
         biased=bool(raw["mamba_proj_bias"]),
         out_biased=bool(raw["mamba_proj_bias"]),
-        steps=read_steps(raw["time_step_limit"]),
+        steps=(least, most),
     )
     if heads * dim != size:
         raise ConfigError(f"config.json: mamba_n_heads {heads} times mamba_d_head {dim} must be {size}")
     return checked_mamba(mamba, raw["hidden_act"])
-
-
-def read_steps(limits: Any) -> tuple[float, float]:
-    """The smallest and the largest step. As JSON has no infinity, transformers writes it as
-    {"__float__": "Infinity"}."""
-    given = (0.0, float("inf")) if limits is None else limits
-    least, most = (float(one["__float__"] if isinstance(one, Mapping) else one) for one in given)
-    return least, most
 
 
 def checked_mamba(mamba: Mamba2Config, activation: str) -> Mamba2Config:
@@ -135,15 +123,10 @@ def checked_mamba(mamba: Mamba2Config, activation: str) -> Mamba2Config:
     return mamba
 
 
-def _names(config: ModelConfig) -> TensorNames:
-    return HYBRID_NAMES if config.moe is None else HYBRID_MOE_NAMES
-
-
 NEMOTRON_H = {
-    "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 21504, "num_hidden_layers": None,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "mlp_hidden_act": "relu2",
-    "max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False,
-    "attention_bias": False, "mlp_bias": False, "use_bias": False, "layers_block_type": None,
+    **LLAMA, "vocab_size": 131072, "intermediate_size": 21504, "num_key_value_heads": 8, "head_dim": 128,
+    "mlp_hidden_act": "relu2", "max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5,
+    "use_bias": False, "layers_block_type": None,
     "hybrid_override_pattern": None, "sliding_window": None, "ssm_state_size": 128, "mamba_num_heads": 128,
     "mamba_head_dim": 64, "mamba_hidden_act": "silu", "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True,
     "time_step_min": 0.001, "n_routed_experts": 8, "moe_intermediate_size": 7688,
@@ -249,17 +232,12 @@ def _nemotron_h_experts(raw: Mapping[str, Any], layers: frozenset[int]) -> MoeCo
 
 
 FALCON_H1 = {
-    "vocab_size": 128000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None, "hidden_act": "silu",
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "projectors_bias": False,
-    "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1,
-    "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
-    "mamba_proj_bias": False, "mamba_norm_before_gate": True, "mamba_rms_norm": False,
-    "time_step_limit": (0.0, float("inf")), "lm_head_multiplier": 1.0, "embedding_multiplier": 1.0,
-    "mlp_multipliers": None, "key_multiplier": 1.0, "attention_out_multiplier": 1.0,
-    "attention_in_multiplier": 1.0, "ssm_multipliers": None, "ssm_in_multiplier": 1.0,
-    "ssm_out_multiplier": 1.0,
+    **LLAMA, **MAMBA_SIZES, "vocab_size": 128000, "intermediate_size": 14336, "num_key_value_heads": 8,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "projectors_bias": False, "mamba_d_ssm": 1024,
+    "mamba_norm_before_gate": True, "mamba_rms_norm": False, "lm_head_multiplier": 1.0,
+    "embedding_multiplier": 1.0, "mlp_multipliers": None, "key_multiplier": 1.0,
+    "attention_out_multiplier": 1.0, "attention_in_multiplier": 1.0, "ssm_multipliers": None,
+    "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0,
 }  # fmt: skip
 
 MULTIPLIED = (
@@ -308,10 +286,17 @@ def _numbers(raw: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]
 
 FAMILIES = {
     "GraniteMoeHybridForCausalLM": ModelFamily(
-        GRANITE_HYBRID, _granite, _names, aliases={"layers_block_type": "layer_types"}
+        GRANITE_HYBRID,
+        _granite,
+        lambda config: HYBRID_NAMES if config.moe is None else HYBRID_MOE_NAMES,
+        aliases={"layers_block_type": "layer_types"},
     ),
     "BambaForCausalLM": ModelFamily(
-        BAMBA, _bamba, lambda _: BAMBA_NAMES, _half_rotated, rope={"partial": "partial_rotary_factor"}
+        BAMBA,
+        _bamba,
+        lambda _: BAMBA_NAMES,
+        lambda raw: {**raw, "partial_rotary_factor": 0.5},  # unless rope_parameters has another
+        rope={"partial": "partial_rotary_factor"},
     ),
     "NemotronHForCausalLM": ModelFamily(
         NEMOTRON_H, _nemotron_h, lambda _: NEMOTRON_H_NAMES, _nemotron_h_settings, aliases=NEMOTRON_H_ALIASES

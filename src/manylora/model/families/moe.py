@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from manylora.config.blocks import RoutingConfig
@@ -10,19 +11,16 @@ from manylora.config.model import MoeConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_biases, read_windows, refuse
 from manylora.model.families.family import ModelFamily, TensorNames
-from manylora.model.families.llama import GRANITE, read_granite
+from manylora.model.families.llama import GRANITE, MISTRAL, PLAIN, read_granite
 
 MIXTRAL_DEFAULTS = {
-    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None, "hidden_act": "silu",
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_theta": 1000000.0, "sliding_window": None, "num_experts_per_tok": 2, "num_local_experts": 8,
+    **MISTRAL, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None,
+    "num_experts_per_tok": 2, "num_local_experts": 8,
 }  # fmt: skip
 QWEN_MOE = {
-    "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24, "hidden_act": "silu",
-    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-    "rope_theta": 10000.0, "use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1,
-    "norm_topk_prob": False, "mlp_only_layers": None,
+    **PLAIN, "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24,
+    "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
+    "decoder_sparse_step": 1, "norm_topk_prob": False, "mlp_only_layers": None,
 }  # fmt: skip
 QWEN2_MOE = {
     **QWEN_MOE, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -34,16 +32,12 @@ QWEN3_MOE = {
     "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128, "attention_bias": False,
 }  # fmt: skip
 OLMOE_DEFAULTS = {
-    "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
-    "num_attention_heads": 16, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_theta": 10000.0, "attention_bias": False, "clip_qkv": None, "num_experts_per_tok": 8,
-    "num_experts": 64, "norm_topk_prob": False,
+    **PLAIN, "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
+    "num_attention_heads": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    "attention_bias": False, "clip_qkv": None, "num_experts_per_tok": 8, "num_experts": 64,
+    "norm_topk_prob": False,
 }  # fmt: skip
-GRANITE_MOE = {
-    **{name: value for name, value in GRANITE.items() if name not in ("head_dim", "mlp_bias")},
-    "head_dim": None, "num_local_experts": 8, "num_experts_per_tok": 2,
-}  # fmt: skip
+GRANITE_MOE = {**GRANITE, "num_local_experts": 8, "num_experts_per_tok": 2}
 GRANITE_MOE_SHARED = {**GRANITE_MOE, "shared_intermediate_size": 0}
 GRANITE_NAMES = TensorNames(
     sparse="block_sparse_moe",
@@ -52,12 +46,11 @@ GRANITE_NAMES = TensorNames(
 )
 
 ERNIE_MOE = {
-    "vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28,
-    "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": None, "hidden_act": "silu",
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-    "rope_theta": 500000.0, "use_bias": False, "moe_intermediate_size": 1536, "moe_k": 6,
-    "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
-    "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": 1e-12,
+    **PLAIN, "vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28,
+    "num_attention_heads": 20, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500000.0, "use_bias": False,
+    "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": 1e-12,
 }  # fmt: skip
 STATICS = "moe_statics.e_score_correction_bias"
 ERNIE_NAMES = TensorNames(
@@ -66,35 +59,17 @@ ERNIE_NAMES = TensorNames(
 MIXTRAL = TensorNames(sparse="block_sparse_moe", expert_up_gate=("w3", "w1"), expert_down="w2")
 
 
-def _mixtral(raw: Mapping[str, Any]) -> dict[str, Any]:
-    layers = frozenset(range(raw["num_hidden_layers"]))
-    moe = MoeConfig(
-        raw["num_local_experts"], raw["num_experts_per_tok"], raw["intermediate_size"], True, layers
-    )
-    return {"sliding_windows": read_windows(raw), "moe": checked_moe(moe)}
-
-
-def _olmoe(raw: Mapping[str, Any]) -> dict[str, Any]:
-    layers, normalised = frozenset(range(raw["num_hidden_layers"])), bool(raw["norm_topk_prob"])
-    count, top_k, inner = raw["num_experts"], raw["num_experts_per_tok"], raw["intermediate_size"]
-    return {
-        **read_biases(raw),
-        "qk_norm": "all",
-        "qkv_clip": raw["clip_qkv"],
-        "moe": checked_moe(MoeConfig(count, top_k, inner, normalised, layers)),
-    }
-
-
-def _granite_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {**read_granite(raw), **read_biases(raw), "moe": granite_experts(raw)}
+def _everywhere(raw: Mapping[str, Any], count: int, normalised: bool = True) -> MoeConfig:
+    """Experts in every layer, in place of its MLP."""
+    layers, inner = frozenset(range(raw["num_hidden_layers"])), raw["intermediate_size"]
+    return checked_moe(MoeConfig(count, raw["num_experts_per_tok"], inner, normalised, layers))
 
 
 def granite_experts(raw: Mapping[str, Any]) -> MoeConfig:
     """Granite's experts, which are weighted by the softmax over the chosen experts' scores."""
-    layers, inner = frozenset(range(raw["num_hidden_layers"])), raw["intermediate_size"]
-    count, top_k = raw["num_local_experts"], raw["num_experts_per_tok"]
     shared = raw.get("shared_intermediate_size") or 0
-    return checked_moe(MoeConfig(count, top_k, inner, True, layers, shared, shared_gated=False))
+    moe = _everywhere(raw, raw["num_local_experts"])
+    return replace(moe, shared_intermediate_size=shared, shared_gated=False)
 
 
 def _ernie(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,13 +96,8 @@ def _qwen2_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"attention_bias": bool(raw["qkv_bias"]), "sliding_windows": windows, "moe": moe}
 
 
-def _qwen3_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **read_biases(raw),
-        "qk_norm": "head",
-        "sliding_windows": read_windows(raw) if raw["use_sliding_window"] else (),
-        "moe": qwen_experts(raw),
-    }
+def _granite_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {**read_granite(raw), **read_biases(raw), "moe": granite_experts(raw)}
 
 
 def qwen_experts(raw: Mapping[str, Any], shared: int = 0) -> MoeConfig | None:
@@ -139,9 +109,8 @@ def qwen_experts(raw: Mapping[str, Any], shared: int = 0) -> MoeConfig | None:
     layers = frozenset(i for i in numbers if count > 0 and i not in plain and (i + 1) % step == 0)
     if not layers:
         return None
-    normalised = bool(raw["norm_topk_prob"])
-    top_k, inner = raw["num_experts_per_tok"], raw["moe_intermediate_size"]
-    return checked_moe(MoeConfig(count, top_k, inner, normalised, layers, shared))
+    sizes = count, raw["num_experts_per_tok"], raw["moe_intermediate_size"]
+    return checked_moe(MoeConfig(*sizes, bool(raw["norm_topk_prob"]), layers, shared))
 
 
 def checked_moe(moe: MoeConfig) -> MoeConfig:
@@ -159,10 +128,9 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 GPT_OSS = {
-    "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "hidden_act": "silu",
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_theta": 150000.0, "sliding_window": 128, "layer_types": None,
+    **PLAIN, "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128, "layer_types": None,
     "attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
 }  # fmt: skip
@@ -171,35 +139,28 @@ GPT_OSS_NAMES = TensorNames(sinks="self_attn.sinks", routers=("router",))
 
 def _gpt_oss(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The experts of a token are weighted by the softmax over their scores alone."""
-    count, alpha, limit = raw["num_hidden_layers"], raw["swiglu_alpha"], raw["swiglu_limit"]
-    if not limit > 0:
-        raise ConfigError(f"config.json: swiglu_limit must be more than 0, got {limit!r}")
-    moe = MoeConfig(
-        raw["num_local_experts"],
-        raw["num_experts_per_tok"],
-        raw["intermediate_size"],
-        True,
-        frozenset(range(count)),
-        biased=True,
-        interleaved=True,
-        swiglu=(float(alpha), float(limit)),
-    )
+    swiglu = float(raw["swiglu_alpha"]), float(raw["swiglu_limit"])
+    if not swiglu[1] > 0:
+        raise ConfigError(f"config.json: swiglu_limit must be more than 0, got {raw['swiglu_limit']!r}")
+    moe = _everywhere(raw, raw["num_local_experts"])
     return {
         **read_biases(raw),
         "norm": "rms_wide",
         "attention_sinks": True,
-        "sliding_windows": read_windows(raw, [layer % 2 == 0 for layer in range(count)]),
-        "moe": checked_moe(moe),
+        "sliding_windows": read_windows(raw, [layer % 2 == 0 for layer in range(raw["num_hidden_layers"])]),
+        "moe": replace(moe, biased=True, interleaved=True, swiglu=swiglu),
     }
-
-
-def _with_yarn(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**raw, "rope_parameters": raw.get("rope_parameters") or YARN}
 
 
 FAMILIES = {
     "MixtralForCausalLM": ModelFamily(
-        MIXTRAL_DEFAULTS, _mixtral, lambda _: MIXTRAL, aliases={"num_experts": "num_local_experts"}
+        MIXTRAL_DEFAULTS,
+        lambda raw: {
+            "sliding_windows": read_windows(raw),
+            "moe": _everywhere(raw, raw["num_local_experts"]),
+        },
+        lambda _: MIXTRAL,
+        aliases={"num_experts": "num_local_experts"},
     ),
     "Ernie4_5_MoeForCausalLM": ModelFamily(
         ERNIE_MOE,
@@ -209,10 +170,32 @@ FAMILIES = {
     ),
     "GraniteMoeForCausalLM": ModelFamily(GRANITE_MOE, _granite_moe, lambda _: GRANITE_NAMES),
     "GraniteMoeSharedForCausalLM": ModelFamily(GRANITE_MOE_SHARED, _granite_moe, lambda _: GRANITE_NAMES),
-    "OlmoeForCausalLM": ModelFamily(OLMOE_DEFAULTS, _olmoe, aliases={"num_local_experts": "num_experts"}),
+    "OlmoeForCausalLM": ModelFamily(
+        OLMOE_DEFAULTS,
+        lambda raw: {
+            **read_biases(raw),
+            "qk_norm": "all",
+            "qkv_clip": raw["clip_qkv"],
+            "moe": _everywhere(raw, raw["num_experts"], bool(raw["norm_topk_prob"])),
+        },
+        aliases={"num_local_experts": "num_experts"},
+    ),
     "Qwen2MoeForCausalLM": ModelFamily(QWEN2_MOE, _qwen2_moe),
-    "Qwen3MoeForCausalLM": ModelFamily(QWEN3_MOE, _qwen3_moe, aliases={"num_local_experts": "num_experts"}),
+    "Qwen3MoeForCausalLM": ModelFamily(
+        QWEN3_MOE,
+        lambda raw: {
+            **read_biases(raw),
+            "qk_norm": "head",
+            "sliding_windows": read_windows(raw) if raw["use_sliding_window"] else (),
+            "moe": qwen_experts(raw),
+        },
+        aliases={"num_local_experts": "num_experts"},
+    ),
     "GptOssForCausalLM": ModelFamily(
-        GPT_OSS, _gpt_oss, lambda _: GPT_OSS_NAMES, _with_yarn, aliases={"num_experts": "num_local_experts"}
+        GPT_OSS,
+        _gpt_oss,
+        lambda _: GPT_OSS_NAMES,
+        lambda raw: {**raw, "rope_parameters": raw.get("rope_parameters") or YARN},
+        aliases={"num_experts": "num_local_experts"},
     ),
 }

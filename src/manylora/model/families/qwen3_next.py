@@ -9,6 +9,7 @@ from manylora.config.blocks import DeltaConfig
 from manylora.errors import ConfigError
 from manylora.model.families.common import read_activation, read_biases, recurrent_layers, text_settings
 from manylora.model.families.family import ModelFamily, TensorNames
+from manylora.model.families.llama import PLAIN
 from manylora.model.families.moe import qwen_experts
 
 SPARSE = {
@@ -16,10 +17,9 @@ SPARSE = {
     "num_experts_per_tok": 10, "num_experts": 512, "norm_topk_prob": True, "mlp_only_layers": None,
 }  # fmt: skip
 DENSE = {
-    "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "silu",
-    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-    "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "attention_bias": False, "layer_types": None,
+    **PLAIN, "vocab_size": 248320, "intermediate_size": 12288, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25, "attention_bias": False, "layer_types": None,
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32,
 }  # fmt: skip
@@ -28,16 +28,15 @@ NEXT = {
     "num_hidden_layers": 48, "num_key_value_heads": 2,
 }  # fmt: skip
 MOE_35 = {
-    **{name: value for name, value in DENSE.items() if name != "intermediate_size"},
-    "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256,
+    **DENSE, "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8,
+    "num_experts": 256,
 }  # fmt: skip
-# Tensors for multi-token prediction, and the vision part.
-UNUSED = ("mtp.", "model.visual.")
-QWEN3_NEXT = TensorNames(unused=UNUSED[:1], recurrent_in=("in_proj_qkvz", "in_proj_ba"))
+# unused: tensors for multi-token prediction, and the vision part.
+QWEN3_NEXT = TensorNames(unused=("mtp.",), recurrent_in=("in_proj_qkvz", "in_proj_ba"))
 QWEN3_5 = TensorNames(
     roots=("model.language_model.", "model."),
-    unused=UNUSED,
+    unused=("mtp.", "model.visual."),
     recurrent_in=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 )
 ROPE = {"partial": "partial_rotary_factor"}
@@ -90,18 +89,14 @@ def _as_dense(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**raw, "intermediate_size": raw["moe_intermediate_size"]}
 
 
-def _text(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return text_settings(raw, DENSE)
-
-
-def _text_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return _as_dense(text_settings(raw, MOE_35))
-
-
 FAMILIES = {
     "Qwen3NextForCausalLM": ModelFamily(NEXT, _next, lambda _: QWEN3_NEXT, rope=ROPE),
     "Qwen3_5ForCausalLM": ModelFamily(DENSE, _dense, lambda _: QWEN3_5, rope=ROPE),
-    "Qwen3_5ForConditionalGeneration": ModelFamily(OUTSIDE, _dense, lambda _: QWEN3_5, _text, rope=ROPE),
+    "Qwen3_5ForConditionalGeneration": ModelFamily(
+        OUTSIDE, _dense, lambda _: QWEN3_5, lambda raw: text_settings(raw, DENSE), rope=ROPE
+    ),
     "Qwen3_5MoeForCausalLM": ModelFamily(MOE_35, _moe, lambda _: QWEN3_5, _as_dense, rope=ROPE),
-    "Qwen3_5MoeForConditionalGeneration": ModelFamily(OUTSIDE, _moe, lambda _: QWEN3_5, _text_moe, rope=ROPE),
+    "Qwen3_5MoeForConditionalGeneration": ModelFamily(
+        OUTSIDE, _moe, lambda _: QWEN3_5, lambda raw: _as_dense(text_settings(raw, MOE_35)), rope=ROPE
+    ),
 }

@@ -12,18 +12,18 @@ from manylora.model.families.common import read_activation
 from manylora.model.families.family import ModelFamily, TensorNames
 
 T5 = {
-    "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6,
-    "num_decoder_layers": None, "num_heads": 8, "relative_attention_num_buckets": 32,
-    "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu",
-    "tie_word_embeddings": True,
+    "vocab_size": 32128, "hidden_size": 512, "head_dim": 64, "d_ff": 2048, "num_layers": 6,
+    "num_decoder_layers": None, "num_attention_heads": 8, "n_positions": 512,
+    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
+    "layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu", "tie_word_embeddings": True,
 }  # fmt: skip
 MT5 = {
-    **T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6,
+    **T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_attention_heads": 6,
     "feed_forward_proj": "gated-gelu",
 }  # fmt: skip
 T5_ALIASES = {
-    "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers",
-    "head_dim": "d_kv",
+    "d_model": "hidden_size", "num_heads": "num_attention_heads", "num_hidden_layers": "num_layers",
+    "d_kv": "head_dim",
 }  # fmt: skip
 # Released files have this table in addition to self-attention's; no model uses it.
 OBSOLETE = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias."
@@ -46,7 +46,6 @@ def _t5(raw: Mapping[str, Any]) -> dict[str, Any]:
         relative_max_distance=raw["relative_attention_max_distance"],
     )
     return {
-        "head_dim": raw["d_kv"],
         "num_kv_heads": raw["num_attention_heads"],
         "norm_eps": raw["layer_norm_epsilon"],
         "activation": read_activation("gelu_new" if gate and activation == "gelu" else activation),
@@ -60,21 +59,14 @@ def _t5(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mt5(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Like T5 1.1. Logits are never scaled, even if config.json says that the head is tied."""
-    return {**_t5(raw), "logits_scale": 1.0}
-
-
 def _rename(raw: Mapping[str, Any]) -> dict[str, Any]:
     layers = raw["num_layers"]
     return {
         **raw,
-        "hidden_size": raw["d_model"],
         "intermediate_size": raw["d_ff"],
+        "max_position_embeddings": raw["n_positions"] or 512,
         "num_encoder_layers": layers,
         "num_hidden_layers": layers + (raw["num_decoder_layers"] or layers),
-        "num_attention_heads": raw["num_heads"],
-        "max_position_embeddings": raw.get("n_positions") or 512,
     }
 
 
@@ -104,6 +96,7 @@ FAMILIES = {
     )
     for name, defaults, config in (
         ("T5ForConditionalGeneration", T5, _t5),
-        ("MT5ForConditionalGeneration", MT5, _mt5),
+        # Logits are never scaled, even if config.json says that the head is tied.
+        ("MT5ForConditionalGeneration", MT5, lambda raw: {**_t5(raw), "logits_scale": 1.0}),
     )
 }

@@ -12,7 +12,7 @@ from manylora.errors import ConfigError
 from manylora.model.families.common import SU, read_biases, text_settings
 from manylora.model.families.family import ModelFamily, TensorNames, text_tower
 from manylora.model.families.llama import FAMILIES as TEXT
-from manylora.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from manylora.model.families.llama import LLAMA, MISTRAL, PLAIN, QWEN2, QWEN3
 from manylora.model.families.moe import qwen_experts
 
 OUTER = {"text_config": None, "tie_word_embeddings": False}
@@ -26,9 +26,8 @@ QWEN3_VL = {
     "use_sliding_window": False,
 }  # fmt: skip
 QWEN3_VL_MOE = {
-    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
-    "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": None, "hidden_act": "silu",
-    "max_position_embeddings": 128000, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    **PLAIN, "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 128000,
     "rope_theta": 500000.0, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": None,
     "moe_intermediate_size": 1408, "num_experts": 60, "num_experts_per_tok": 4,
 }  # fmt: skip
@@ -52,12 +51,6 @@ def _qwen(defaults: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[
     return rename
 
 
-def _qwen_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """transformers 5 uses a different name for the number of experts than the released files."""
-    text = text_settings(raw, QWEN3_VL_MOE)
-    return {**text, "num_experts": text.get("num_local_experts") or text["num_experts"]}
-
-
 def _llava(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = (raw["text_config"] or {}).get("model_type", "llama")
     if kind not in LLAVA_TEXT:
@@ -74,13 +67,10 @@ def _tied(raw: Mapping[str, Any], text: dict[str, Any]) -> dict[str, Any]:
     return {**text, "tie_word_embeddings": bool(raw["tie_word_embeddings"] or inner)}
 
 
-def _llava_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return TEXT[LLAVA_TEXT[raw["model_type"]][1]].config(raw)
-
-
 def _qwen3_vl_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The experts of a layer are in one tensor: [in, out] in released files, [out, in] in transformers 5."""
-    moe = qwen_experts({**raw, "norm_topk_prob": True})
+    count = raw.get("num_local_experts") or raw["num_experts"]  # transformers 5's name, and released files'
+    moe = qwen_experts({**raw, "num_experts": count, "norm_topk_prob": True})
     experts = None if moe is None else replace(moe, transposed=True, either_way=True)
     return {**read_biases(raw), "qk_norm": "head", "moe": experts}
 
@@ -90,19 +80,26 @@ def _beside_visual(_: object) -> TensorNames:
     return replace(names, head="lm_head", unused=("visual.", "model.visual."))
 
 
-LLAVA = ModelFamily(OUTER, _llava_fields, lambda _: text_tower(TensorNames()), _llava)
+LLAVA = ModelFamily(
+    OUTER,
+    lambda raw: TEXT[LLAVA_TEXT[raw["model_type"]][1]].config(raw),
+    lambda _: text_tower(TensorNames()),
+    _llava,
+)
 FAMILIES = {
-    "Qwen2VLForConditionalGeneration": ModelFamily(
-        OUTER, TEXT["Qwen2ForCausalLM"].config, _beside_visual, _qwen(QWEN2_VL), rope=MROPE
-    ),
-    "Qwen2_5_VLForConditionalGeneration": ModelFamily(
-        OUTER, TEXT["Qwen2ForCausalLM"].config, _beside_visual, _qwen(QWEN2_VL), rope=MROPE
+    **dict.fromkeys(
+        ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+        ModelFamily(OUTER, TEXT["Qwen2ForCausalLM"].config, _beside_visual, _qwen(QWEN2_VL), rope=MROPE),
     ),
     "Qwen3VLForConditionalGeneration": ModelFamily(
         OUTER, TEXT["Qwen3ForCausalLM"].config, _beside_visual, _qwen(QWEN3_VL), rope=MROPE
     ),
     "Qwen3VLMoeForConditionalGeneration": ModelFamily(
-        OUTER, _qwen3_vl_moe, _beside_visual, _qwen_moe, rope=MROPE
+        OUTER,
+        _qwen3_vl_moe,
+        _beside_visual,
+        lambda raw: text_settings(raw, QWEN3_VL_MOE),
+        rope=MROPE,
     ),
     **dict.fromkeys(("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"), LLAVA),
 }

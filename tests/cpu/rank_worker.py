@@ -26,10 +26,9 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.families import FAMILIES
 from manylora.model.safetensors_file import SafetensorsFile
 from manylora.parallel.adapters import AdapterSlicer
-from manylora.parallel.build import load_rank
 from manylora.parallel.collectives import Collectives
-from manylora.parallel.decoder import RankDecoder, RankEncoderDecoder
 from manylora.parallel.mapping import Mapping
+from manylora.parallel.model import RankDecoder, RankEncoderDecoder, load_rank
 from manylora.quant.config import QuantConfig
 from manylora.request import LoraExtra
 

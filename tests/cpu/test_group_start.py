@@ -15,9 +15,8 @@ import pytest
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.errors import ConfigError
-from manylora.group.collectives import interface_towards
 from manylora.group.rank_info import RankInfo, ends_with_launcher, find_rank, started_rank
-from manylora.group.rendezvous import check_identity, from_values, identity, to_values
+from manylora.group.rendezvous import check_identity, from_values, identity, interface_towards, to_values
 from manylora.kernels import device
 from manylora.launcher.processes import free_port
 from manylora.quant.config import QuantConfig

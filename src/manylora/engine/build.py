@@ -29,9 +29,9 @@ from manylora.engine.sizing import (
 from manylora.engine.step_messages import END, Others
 from manylora.engine.warmup import peak_bytes
 from manylora.group.channel import Message
-from manylora.group.collectives import interface_of, join_collectives, leave_group
 from manylora.group.leader import Leader
 from manylora.group.rank_info import RankInfo
+from manylora.group.rendezvous import interface_of, join_collectives, leave_group
 from manylora.kernels.device import Device, device_of_rank, open_device
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
@@ -48,9 +48,9 @@ from manylora.model.heads import load_dense
 from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder, weight_bytes
 from manylora.parallel.adapters import AdapterSlicer
-from manylora.parallel.build import ModelPart, load_model_part
 from manylora.parallel.collectives import Collectives
 from manylora.parallel.mapping import Mapping
+from manylora.parallel.model import ModelPart, load_model_part
 from manylora.system.allocator import keep_memory
 from manylora.system.lifeline import is_draining, is_launched
 

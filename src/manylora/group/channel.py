@@ -69,9 +69,7 @@ class Channel:
         self._socket.settimeout(seconds)
 
     def is_closed(self) -> bool:
-        """Whether the other end is gone and nothing is left to receive. Call it only while nobody
-        receives.
-        """
+        """Whether the other end is gone and nothing is left. Only while nobody receives."""
         try:
             return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -4,7 +4,6 @@ a thread detects ranks that ended, hang or lost their host.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import select
@@ -135,19 +134,24 @@ class Watch:
             self._check(link, now)
 
     def _check(self, link: Link, now: float) -> None:
-        heard = self._heard.get(link.rank, now)  # a rank that is still loading does not report yet
-        if link.process is not None and _is_stopped(link.process.pid):
+        text = ""
+        if link.process is not None:
+            with suppress(OSError):
+                stat = Path(f"/proc/{link.process.pid}/stat")
+                text = stat.read_text(encoding="utf-8", errors="replace")
+        if text and text.rsplit(")", 1)[1].split()[0] == "T":
             if now - self._stopped.setdefault(link.rank, now) > STOPPED_S:
                 self.note(f"rank {link.rank} of {self._size} was stopped by a signal")
         else:
             self._stopped.pop(link.rank, None)
+            heard = self._heard.get(link.rank, now)  # a rank that is still loading does not report yet
             if now - heard > SILENCE_S:
                 self.note(f"rank {link.rank} of {self._size} has not answered for {SILENCE_S:.0f} s")
 
     def _ended(self, link: Link) -> str:
         how = "is gone"
         if link.process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 code = link.process.wait(LAST_WORDS_S)
                 how = f"ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
         return f"rank {link.rank} of {self._size} {how}"
@@ -160,19 +164,11 @@ class Watch:
         for link in self.links:
             if link.process is None:
                 continue
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 link.process.wait(max(0.0, deadline - time.monotonic()))
                 continue
             link.process.send_signal(signal.SIGKILL)
             link.process.wait()
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return text.rsplit(")", 1)[1].split()[0] == "T"
 
 
 FIND_S = 5.0  # to find out whether an error was caused by the loss of a rank
@@ -280,9 +276,7 @@ class Leader:
             self._tell_one(link, Message(AGREED))
 
     def _refuse(self, reason: str) -> None:
-        """Pass the reason on to the other ranks, because each host's user sees only its own rank's
-        messages.
-        """
+        """Tell the other ranks the reason, because each host's user sees only its own rank's messages."""
         for link in self._watch.links:
             with suppress(ChannelClosedError):
                 link.steps.send(Message(REFUSED, {"reason": reason}))

@@ -54,10 +54,6 @@ class RankInfo:
         """Rank 0 of a group on this machine that starts its other ranks itself."""
         return cls(0, size, 0, size)
 
-    @property
-    def on_one_host(self) -> bool:
-        return self.local_size == self.size
-
 
 def is_one_of_several(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher started several processes, of any program. Raises ConfigError."""
@@ -67,7 +63,7 @@ def is_one_of_several(environment: Mapping[str, str] = os.environ) -> bool:
 def started_rank(environment: Mapping[str, str] = os.environ) -> int:
     """The rank among those processes. 0 also for a single process. Raises ConfigError."""
     started = _started(environment)
-    return 0 if started is None else started.rank
+    return 0 if started is None else started[0]
 
 
 def ends_with_launcher(environment: Mapping[str, str] = os.environ) -> bool:
@@ -87,7 +83,18 @@ def find_rank(size: int, environment: Mapping[str, str] = os.environ) -> RankInf
             f"start {size}, or choose tensor and pipeline parallel sizes whose product is {count}"
         )
     local_rank = _number(environment, names.local_rank, rank)
-    local_size = _local_size(environment, names, size)
+    text = environment.get(names.local_size, "")
+    if names is SRUN and text:  # it lists the numbers of all hosts, for example 2(x3),1
+        parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
+        hosts = [int(part[1]) for part in parts if part is not None for _ in range(int(part[2] or 1))]
+        host = _number(environment, "SLURM_NODEID", 0)
+        if None in parts or host >= len(hosts):
+            raise ConfigError(
+                f"{names.local_size} must have the number of ranks of host {host}, got {text!r}"
+            )
+        local_size = hosts[host]
+    else:
+        local_size = _number(environment, names.local_size, size)
     address = environment.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
         raise ConfigError(
@@ -103,33 +110,14 @@ def find_rank(size: int, environment: Mapping[str, str] = os.environ) -> RankInf
     return RankInfo(rank, size, local_rank, local_size, address, port)
 
 
-class _Started(NamedTuple):
-    rank: int
-    number: int  # of processes
-    names: Variables
-
-
-def _started(environment: Mapping[str, str]) -> _Started | None:
-    """None: no launcher started several processes."""
+def _started(environment: Mapping[str, str]) -> tuple[int, int, Variables] | None:
+    """Rank, and number of processes. None: no launcher started several."""
     for names in LAUNCHERS:
         if names.rank in environment and names.size in environment:
             rank, count = _number(environment, names.rank, 0), _number(environment, names.size, 0)
             if count != 1:
-                return _Started(rank, count, names)
+                return rank, count, names
     return None
-
-
-def _local_size(environment: Mapping[str, str], names: Variables, size: int) -> int:
-    """srun lists the numbers of all hosts, for example 2(x3),1."""
-    text = environment.get(names.local_size, "")
-    if names is not SRUN or not text:
-        return _number(environment, names.local_size, size)
-    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
-    hosts = [int(part[1]) for part in parts if part is not None for _ in range(int(part[2] or 1))]
-    host = _number(environment, "SLURM_NODEID", 0)
-    if None in parts or host >= len(hosts):
-        raise ConfigError(f"{names.local_size} must have the number of ranks of host {host}, got {text!r}")
-    return hosts[host]
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

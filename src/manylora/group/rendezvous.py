@@ -7,21 +7,26 @@ they meet at a torch store.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
@@ -181,7 +186,13 @@ def meet_ranks(info: RankInfo, store: Store, token: str) -> list[Link]:
     """
     found: dict[int, dict[str, Channel]] = {}
     deadline = time.monotonic() + START_S
-    with _listen(info) as server:
+    try:
+        server = socket.create_server((info.address, 0), backlog=2 * info.size)
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR must be an address of rank 0's host, got {info.address}: {error.strerror}"
+        ) from error
+    with server:
         store.set(KEY, f"{server.getsockname()[1]} {token}")
         logger.info("waiting for %d other ranks at %s:%d", info.size - 1, info.address, info.port)
         while sum(map(len, found.values())) < 2 * (info.size - 1):
@@ -195,10 +206,10 @@ def meet_ranks(info: RankInfo, store: Store, token: str) -> list[Link]:
             channel = _prepared(connection)
             try:
                 hello = channel.receive().values
+                known = hmac.compare_digest(str(hello.get("token")), token)
             except (ChannelClosedError, TimeoutError, ValueError):
-                channel.close()
-                continue
-            if not hmac.compare_digest(str(hello.get("token")), token):
+                known = False
+            if not known:
                 channel.close()
                 continue
             rank, name = int(hello["rank"]), str(hello["name"])
@@ -212,15 +223,6 @@ def meet_ranks(info: RankInfo, store: Store, token: str) -> list[Link]:
             channel.set_timeout(None)
             found[rank][name] = channel
     return [Link(rank, found[rank]["steps"], found[rank]["adapters"]) for rank in sorted(found)]
-
-
-def _listen(info: RankInfo) -> socket.socket:
-    try:
-        return socket.create_server((info.address, 0), backlog=2 * info.size)
-    except OSError as error:
-        raise ConfigError(
-            f"MASTER_ADDR must be an address of rank 0's host, got {info.address}: {error.strerror}"
-        ) from error
 
 
 def join(info: RankInfo) -> tuple[Channel, Channel, Store]:
@@ -274,3 +276,62 @@ def _prepared(connection: socket.socket) -> Channel:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     connection.settimeout(HELLO_S)
     return Channel(connection)
+
+
+GLOO = "GLOO_SOCKET_IFNAME"  # otherwise Gloo uses the host name's address, often the loopback's
+SIOCGIFADDR, NAME_SIZE = 0x8915, 16  # from linux/sockios.h and linux/if.h
+
+
+@contextmanager
+def interface_of(info: RankInfo) -> Iterator[None]:
+    """Inside, Gloo connects over the interface that reaches rank 0's host, or over the loopback if all ranks
+    are on one host, unless the user has chosen an interface.
+    """
+    name = "lo" if info.local_size == info.size else interface_towards(info.address)
+    if name is None or GLOO in os.environ:
+        yield
+        return
+    os.environ[GLOO] = name
+    try:
+        yield
+    finally:
+        del os.environ[GLOO]
+
+
+def join_collectives(info: RankInfo, store: Store, backend: str) -> None:
+    """All ranks call this at the same time; it waits for all. backend: torch's. Raises ConfigError."""
+    if dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is in use in this process already: one engine of several ranks at a time"
+        )
+    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size)
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface of this host that reaches an address, or that has it. None: not found."""
+    with suppress(OSError):
+        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing
+            ours = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+            return next((name for name, its in _addresses(probe) if its == ours), None)
+    return None
+
+
+def _addresses(probe: socket.socket) -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    if probe.family == socket.AF_INET6:
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            digits, *_, name = line.split()
+            yield name, ipaddress.ip_address(bytes.fromhex(digits))
+        return
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):  # it has no address
+            request = struct.pack(f"{NAME_SIZE}s24x", name.encode())
+            yield name, ipaddress.ip_address(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
+
+
+def leave_group() -> None:
+    """Call this once nothing is computed any more, or ranks are gone. Idempotent."""
+    if dist.is_initialized():
+        with suppress(RuntimeError):
+            dist.destroy_process_group()

@@ -68,7 +68,12 @@ def kv_from_before(model: ModelConfig, mapping: Mapping) -> list[PassedKv]:
     )
     places = {layer: place for place, layer in enumerate([*own, *here])}
     needed = {source for source in model.kv_sources[layers.start :] if source < layers.start}
-    return [_passed(model, mapping, layer, places.get(layer)) for layer in sorted(needed)]
+    found = []
+    for layer in sorted(needed):
+        own_config = model.of_layer(layer)
+        heads = len(key_heads(own_config, mapping))
+        found.append(PassedKv(layer, places.get(layer), heads, own_config.head_dim))
+    return found
 
 
 def kv_for_next(model: ModelConfig, mapping: Mapping) -> list[PassedKv]:
@@ -81,11 +86,6 @@ def kv_for_next(model: ModelConfig, mapping: Mapping) -> list[PassedKv]:
     places |= {one.layer: one.place for one in kv_from_before(model, mapping) if one.place is not None}
     following = kv_from_before(model, mapping.at(mapping.rank + mapping.tp_size))
     return [replace(one, place=places.get(one.layer)) for one in following]
-
-
-def _passed(model: ModelConfig, mapping: Mapping, layer: int, place: int | None) -> PassedKv:
-    of_layer = model.of_layer(layer)
-    return PassedKv(layer, place, len(key_heads(of_layer, mapping)), of_layer.head_dim)
 
 
 class AdapterSlicer:
@@ -139,9 +139,7 @@ class AdapterSlicer:
         return partial(place_in_stage, self._model, mapping)
 
     def slice(self, adapter: Adapter | FileAdapter) -> AdapterPart:
-        """This rank's rows and extras, with layers numbered from the stage's first. The digest is kept. An
-        AdapterPart is returned unchanged. The values must be in memory.
-        """
+        """This rank's rows and extras, with layers counted from its stage's first. Needs values in memory."""
         if isinstance(adapter, AdapterPart):
             return adapter
         assert isinstance(adapter, Adapter), "readers of several ranks read values"
@@ -181,9 +179,7 @@ class AdapterSlicer:
         return tuple(sorted((one for one in found if one is not None), key=lambda extra: extra.name))
 
     def _extra(self, extra: LoraExtra, mapping: Mapping) -> LoraExtra | None:
-        """A rank's part of an extra. Extras of embedding and head are complete on every rank of their
-        stage.
-        """
+        """A rank's part. Those of embedding and head are complete on every rank of their stage."""
         found = LAYER.match(extra.name)
         if extra.name == INVOCATION:
             return extra
@@ -232,8 +228,18 @@ class AdapterSlicer:
             cut = module.in_dim > inputs and len(values) > size
             return values.reshape(tp, -1, size)[rank] if cut else values
         if kind in ("scale", "turn"):  # applies to a partial sum as to the sum
-            cut = module.split is Split.B_ROWS
-            return _cut_groups(owner, values, rows_of_rank(module, local, tp, rank)) if cut else values
+            if module.split is not Split.B_ROWS:
+                return values
+            rows = rows_of_rank(module, local, tp, rank)
+            if values.ndim == 1:
+                return values[rows]
+            size = values.shape[1]
+            if len(rows) % size or (rows.reshape(-1, size) % size != np.arange(size)).any():
+                raise AdapterInvalidError(
+                    f"{owner}: each rank has {len(rows)} outputs of this module, which cuts groups of {size} "
+                    "apart: train with a smaller group_size, or serve with fewer ranks"
+                )
+            return values.reshape(-1)[rows].reshape(-1, size)
         if kind != "bias":
             return values
         # Its outputs are summed over ranks, so only one rank adds the bias.
@@ -244,16 +250,3 @@ class AdapterSlicer:
 
 def _size(module: LoraModule) -> int:
     return module.in_dim + module.out_dim
-
-
-def _cut_groups(owner: str, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """These rows of [out] or [groups, size]. Raises AdapterInvalidError if a group is not complete."""
-    if values.ndim == 1:
-        return values[rows]
-    size = values.shape[1]
-    if len(rows) % size or (rows.reshape(-1, size) % size != np.arange(size)).any():
-        raise AdapterInvalidError(
-            f"{owner}: each rank has {len(rows)} outputs of this module, which cuts groups of {size} apart: "
-            "train with a smaller group_size, or serve with fewer ranks"
-        )
-    return values.reshape(-1)[rows].reshape(-1, size)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from manylora.config.blocks import ConvConfig, DeltaConfig, LayerShape, Mamba2Config, RecurrentConfig
+from manylora.config.blocks import ConvConfig, DeltaConfig, Mamba2Config
 from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.lora.slicing import pipeline_layers
@@ -93,16 +93,12 @@ class Mapping:
         return range(self.moe_ep_rank * share, (self.moe_ep_rank + 1) * share)
 
     def vocabulary(self, size: int) -> range:
-        """Tokens whose rows of the embedding and the head this rank has: equal shares; the first ranks get
-        one of the remaining rows each.
-        """
+        """Tokens whose rows of embedding and head this rank has: equal shares, the first ones rounded up."""
         return pipeline_layers(size, self.tp_size, self.tp_rank)
 
 
 def layers_of_stage(model: ModelConfig, mapping: Mapping) -> Sequence[int]:
-    """In ascending order, numbered as in the whole model. For an encoder-decoder model, some of each
-    stack.
-    """
+    """Numbered as in the whole model. For an encoder-decoder model, some of each stack."""
     encoded = encoder_layers(model)
     decoded = mapping.stage_layers(model.num_layers - encoded)
     if not encoded:
@@ -116,36 +112,28 @@ def encoder_layers(model: ModelConfig) -> int:
 
 
 def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
-    """Raises ConfigError if these ranks cannot run the model. It names what cannot be shared, and numbers of
-    ranks that would work.
-    """
-    try:
-        _check(model, mapping)
-    except ConfigError as error:
-        raise ConfigError(f"{error}{_what_fits(model, mapping)}") from None
-
-
-def _what_fits(model: ModelConfig, mapping: Mapping) -> str:
-    """Tensor-parallel sizes that would work with this number of stages, or else with one. The end of an
-    error.
-    """
+    """Raises ConfigError that names what cannot be shared, and numbers of ranks that would work."""
+    error = _problem(model, mapping)
+    if error is None:
+        return
     pp, ep = mapping.pp_size, mapping.moe_ep_size
     for stages, groups in ((pp, ep), (pp, 1), (1, 1)):
-        sizes = (n for n in range(1, MOST_TRIED + 1) if not n % groups)
-        fit = [n for n in sizes if _runs(model, Mapping(n * stages, 0, n, stages, groups))]
+        sizes = range(groups, MOST_TRIED + 1, groups)
+        fit = [n for n in sizes if _problem(model, Mapping(n * stages, 0, n, stages, groups)) is None]
         if fit:
             with_stages = f" with pp_size {stages}" if stages > 1 or pp > 1 else ""
             with_groups = f" and moe_ep_size {groups}" if groups > 1 or ep > 1 else ""
-            return f"; tp_size {', '.join(map(str, fit))} would do{with_stages}{with_groups}"
-    return ""
+            does = ", ".join(map(str, fit))
+            raise ConfigError(f"{error}; tp_size {does} would do{with_stages}{with_groups}")
+    raise error
 
 
-def _runs(model: ModelConfig, mapping: Mapping) -> bool:
+def _problem(model: ModelConfig, mapping: Mapping) -> ConfigError | None:
     try:
         _check(model, mapping)
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        return error
+    return None
 
 
 def _check(model: ModelConfig, mapping: Mapping) -> None:
@@ -173,10 +161,22 @@ def _check(model: ModelConfig, mapping: Mapping) -> None:
     if isinstance(model.recurrent, Mamba2Config):
         _check_share("the heads of the recurrent layers", model.recurrent.heads, "tp_size", tp)
         _check_heads("the {} groups of the recurrent layers", model.recurrent.groups, tp)
-    if model.recurrent is not None:
-        _check_stages(model, mapping)
-    if model.altup is not None:
-        _check_streams(model.altup.streams, model.num_layers // pp)
+    # All ranks have the same caches, so each stage must have layers of both kinds.
+    for stage in range(pp) if model.recurrent is not None else ():
+        layers = mapping.at(stage * tp).stage_layers(model.num_layers)
+        kinds = {"recurrent": model.recurrent_layers, "attention": model.attention_layers}
+        missing = [kind for kind, those in kinds.items() if those and not those.intersection(layers)]
+        if missing:
+            raise ConfigError(
+                f"each stage must have a recurrent layer and one with attention: with pp_size {pp}, "
+                f"layers {layers.start} to {layers.stop - 1} have no {missing[0]} layer"
+            )
+    # Adapters store rows of the matrices that create streams in the first layers of a stage.
+    streams = 0 if model.altup is None else model.altup.streams
+    if model.num_layers // pp < streams - 1:
+        raise ConfigError(
+            f"each stage must have at least {streams - 1} layers, one for each residual stream but the first"
+        )
     for shape in model.layer_shapes or (model,):
         _check_heads("the model's {} key-value heads", shape.num_kv_heads, tp)
     if tp > 1 and model.qk_norm == "all" and model.norm.startswith("layer"):
@@ -190,27 +190,6 @@ def _check(model: ModelConfig, mapping: Mapping) -> None:
         _check_share("the number of experts", moe.num_experts, "moe_ep_size", mapping.moe_ep_size)
         _check_share("an expert's width", moe.intermediate_size, "tp_size / moe_ep_size", mapping.moe_tp_size)
         _check_share("the shared expert's width", moe.shared_intermediate_size, "tp_size", tp)
-
-
-def _check_stages(model: ModelConfig, mapping: Mapping) -> None:
-    """All ranks have the same caches, so each stage must have layers of both kinds."""
-    for stage in range(mapping.pp_size):
-        layers = mapping.at(stage * mapping.tp_size).stage_layers(model.num_layers)
-        kinds = {"recurrent": model.recurrent_layers, "attention": model.attention_layers}
-        missing = [kind for kind, those in kinds.items() if those and not those.intersection(layers)]
-        if missing:
-            raise ConfigError(
-                f"each stage must have a recurrent layer and one with attention: with pp_size "
-                f"{mapping.pp_size}, layers {layers.start} to {layers.stop - 1} have no {missing[0]} layer"
-            )
-
-
-def _check_streams(streams: int, layers: int) -> None:
-    """Adapters store rows of the matrices that create streams in the first layers of a stage."""
-    if layers < streams - 1:
-        raise ConfigError(
-            f"each stage must have at least {streams - 1} layers, one for each residual stream but the first"
-        )
 
 
 def _check_heads(what: str, count: int, tp: int) -> None:
@@ -246,14 +225,32 @@ def rank_config(model: ModelConfig, mapping: Mapping) -> ModelConfig:
             shared_intermediate_size=moe.shared_intermediate_size // tp,
             layers=_of_stage(moe.layers, layers),
         )
+    recurrent = model.recurrent  # a share of the heads or channels, and so of every state
+    if recurrent is not None:
+        recurrent = replace(recurrent, layers=_of_stage(recurrent.layers, layers))
+    if isinstance(recurrent, ConvConfig):
+        recurrent = replace(recurrent, channels=recurrent.channels // tp)
+    elif isinstance(recurrent, Mamba2Config):
+        recurrent = replace(recurrent, heads=recurrent.heads // tp, groups=max(1, recurrent.groups // tp))
+    elif isinstance(recurrent, DeltaConfig):
+        recurrent = replace(
+            recurrent, key_heads=recurrent.key_heads // tp, value_heads=recurrent.value_heads // tp
+        )
     return replace(
         model,
         num_layers=len(layers),
         num_heads=model.num_heads // tp,
-        num_kv_heads=_key_heads(model.num_kv_heads, tp),
+        num_kv_heads=max(1, model.num_kv_heads // tp),
         # A width that no layer uses need not be divisible.
         intermediate_size=model.intermediate_size // tp if model.mlp_layers else model.intermediate_size,
-        layer_shapes=tuple(_shape(one, tp) for one in _those(model.layer_shapes, layers)),
+        layer_shapes=tuple(
+            replace(
+                one,
+                num_kv_heads=max(1, one.num_kv_heads // tp),
+                intermediate_size=one.intermediate_size // tp,
+            )
+            for one in _those(model.layer_shapes, layers)
+        ),
         sliding_windows=_those(model.sliding_windows, layers),
         kv_sources=tuple(one - layers[0] for one in _those(model.kv_sources, layers)),
         sparsity=_those(model.sparsity, layers),
@@ -263,28 +260,8 @@ def rank_config(model: ModelConfig, mapping: Mapping) -> ModelConfig:
         attention_scale=model.head_dim**-0.5 if model.attention_scale is None else model.attention_scale,
         moe=moe,
         encoder=encoder,
-        recurrent=None if model.recurrent is None else _recurrent(model.recurrent, tp, layers),
+        recurrent=recurrent,
     )
-
-
-def _key_heads(count: int, tp: int) -> int:
-    return max(1, count // tp)
-
-
-def _shape(own: LayerShape, tp: int) -> LayerShape:
-    heads, inner = _key_heads(own.num_kv_heads, tp), own.intermediate_size // tp
-    return replace(own, num_kv_heads=heads, intermediate_size=inner)
-
-
-def _recurrent(own: RecurrentConfig, tp: int, layers: Sequence[int]) -> RecurrentConfig:
-    """A share of the heads or channels, so that each rank has that share of every state."""
-    mine = _of_stage(own.layers, layers)
-    if isinstance(own, ConvConfig):
-        return replace(own, layers=mine, channels=own.channels // tp)
-    if isinstance(own, Mamba2Config):
-        return replace(own, layers=mine, heads=own.heads // tp, groups=max(1, own.groups // tp))
-    assert isinstance(own, DeltaConfig)
-    return replace(own, layers=mine, key_heads=own.key_heads // tp, value_heads=own.value_heads // tp)
 
 
 def _of_stage(numbers: frozenset[int], layers: Sequence[int]) -> frozenset[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from manylora.config.blocks import ConvConfig, DeltaConfig, LayerInputsConfig, Mamba2Config, RecurrentConfig
+from manylora.config.blocks import ConvConfig, DeltaConfig, Mamba2Config, RecurrentConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.model.plan_layers import Plan, WeightSpec
@@ -59,30 +59,28 @@ def rank_plan(plan: Plan, model: ModelConfig, mapping: Mapping) -> Plan:
             found[name] = one
     tied = "head.weight" not in plan and not model.bidirectional
     if tied and mapping.is_last_stage and not mapping.is_first_stage:
-        found["head.weight"] = _as_matrix(plan["embed"].take_rows(mapping.vocabulary(model.vocab_size)))
+        table = plan["embed"].take_rows(mapping.vocabulary(model.vocab_size))
+        found["head.weight"] = WeightSpec(table.slices, table.columns, is_matrix=True)
     return found
 
 
 def _around_layers(name: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping) -> WeightSpec | None:
     """None: this stage does not have it."""
-    own = of_stack(name)
+    own, inputs = of_stack(name), model.layer_inputs
     tokens = mapping.vocabulary(model.vocab_size)
     if own in ("norm.weight", "norm.bias") or name.startswith(("score.", "head_layer.")):
         return spec
     if own == "relative":  # a bias per head
         return spec.take_columns(query_heads(model, mapping))
-    if name == "layer_inputs.embed" and model.layer_inputs is not None:
-        return _of_layer_inputs(spec, model.layer_inputs, mapping)
+    if name == "layer_inputs.embed" and inputs is not None:  # some tokens, and the columns of these layers
+        layers = mapping.stage_layers(inputs.layers)
+        spec = spec.take_rows(mapping.vocabulary(inputs.vocab_size))
+        return spec if len(layers) == inputs.layers else spec.take_columns(_rows(layers, inputs.dim))
+    part = spec.take_rows(tokens) if own in ("embed", "head.weight") else spec
     if own == "embed" or own.startswith(BEFORE):
-        if not mapping.is_first_stage:
-            return None
-        return spec.take_rows(tokens) if own == "embed" else spec
-    if name.startswith(BEHIND):
-        return spec if mapping.is_last_stage else None
-    if name in ("head.weight", "head.bias"):
-        if not mapping.is_last_stage:
-            return None
-        return spec.take_rows(tokens) if name == "head.weight" else spec
+        return part if mapping.is_first_stage else None
+    if name.startswith((*BEHIND, "head.")):
+        return part if mapping.is_last_stage else None
     raise _unknown(name, model)
 
 
@@ -90,14 +88,6 @@ def of_stack(name: str) -> str:
     """The name without the prefix of encoder or decoder, for weights outside of their layers."""
     stack = STACK.fullmatch(name)
     return name if stack is None else stack[1]
-
-
-def _of_layer_inputs(spec: WeightSpec, own: LayerInputsConfig, mapping: Mapping) -> WeightSpec:
-    """Some tokens of the table, and the columns of this stage's layers."""
-    layers = mapping.stage_layers(own.layers)
-    columns = range(layers.start * own.dim, layers.stop * own.dim)
-    spec = spec.take_rows(mapping.vocabulary(own.vocab_size))
-    return spec if len(layers) == own.layers else spec.take_columns(columns)
 
 
 def _of_layer(name: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping, number: int) -> Plan:
@@ -115,8 +105,13 @@ def _of_layer(name: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping,
     block, _, kind = name.rpartition(".")
     if name in WHOLE or block in NORMS:
         return {name: spec}
-    if block in ("q_norm", "k_norm"):
-        return {name: _of_qk_norm(block, spec, model, mapping)}
+    if block in ("q_norm", "k_norm"):  # one weight for all heads, or one per head
+        if model.qk_norm == "head" or model.latent is not None:
+            return {name: spec}
+        heads, total = query_heads(model, mapping), model.num_heads
+        if block == "k_norm":
+            heads, total = key_heads(model, mapping), model.num_kv_heads
+        return {name: spec.take_rows(_rows(heads, spec.shape[0] // total))}
     if block in ("out", "cross_out", "recurrent_out"):
         return _of_sum(name, kind, spec, tp, rank)
     if block in ("up_gate", "down", "shared.up_gate", "shared.down"):
@@ -128,9 +123,7 @@ def _of_layer(name: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping,
 
 
 def _runs_of_heads(block: str, model: ModelConfig, mapping: Mapping, number: int) -> list[range] | None:
-    """This rank's rows, for weights with rows per head, or per channel of a recurrent layer. None: unknown
-    weight.
-    """
+    """This rank's rows of weights with rows per head, or per recurrent channel. None: unknown weight."""
     tp, rank, latent = mapping.tp_size, mapping.tp_rank, model.latent
     if number in model.recurrent_layers and model.recurrent is not None:
         found = _recurrent_runs(model.recurrent, tp, rank).get(block)
@@ -146,10 +139,11 @@ def _runs_of_heads(block: str, model: ModelConfig, mapping: Mapping, number: int
         values = heads * (latent.plain_dim + latent.value_dim)
         sizes = {"q_b": (queries,), "kv_b": (values,)}.get(block)
     elif block in ("qkv", "q", "cross_q", "cross_kv"):
-        q, k, v = _qkv_rows(model, mapping)
-        keys = [_shift(k, -model.q_rows), _shift(v, -model.q_rows)]
-        fused = [q, k] if model.keys_are_values else [q, k, v]
-        return {"qkv": fused, "q": [q], "cross_q": [q], "cross_kv": keys}[block]
+        # Each query has its gate beside it.
+        q = model.q_rows, _rows(query_heads(model, mapping), model.q_rows // model.num_heads)
+        k = model.kv_size, _rows(key_heads(model, mapping), model.kv_size // model.num_kv_heads)
+        fused = [q, k] if model.keys_are_values else [q, k, k]
+        return _below({"qkv": fused, "q": [q], "cross_q": [q], "cross_kv": [k, k]}[block])
     else:
         sizes = (model.num_heads,) if block == "sinks" else None
     return None if sizes is None else _shares_of_parts(sizes, tp, rank)
@@ -157,34 +151,33 @@ def _runs_of_heads(block: str, model: ModelConfig, mapping: Mapping, number: int
 
 def _recurrent_runs(own: RecurrentConfig, tp: int, rank: int) -> dict[str, list[range]]:
     """Rows of a recurrent layer's weights that are divided by heads or channels."""
-    if isinstance(own, Mamba2Config):
-        return _mamba2_runs(own, tp, rank)
+    if isinstance(own, Mamba2Config):  # neighbouring ranks share groups if there are fewer than ranks
+        values = own.value_size, _share(own.value_size, tp, rank)
+        heads = own.heads, _share(own.heads, tp, rank)
+        keys = own.groups * own.state_dim, _rows(_heads(own.groups, tp, rank), own.state_dim)
+        mixed = (values, keys, keys)
+        rows = {"in": (values, *mixed, heads), "taps": mixed, "taps_bias": mixed, "inner_norm": (values,)}
+        return {block: _below(each) for block, each in (rows | dict.fromkeys(VECTORS, (heads,))).items()}
     if isinstance(own, ConvConfig):
         parts = {"in": (own.channels,) * 3, "taps": (own.channels,)}
     else:
         assert isinstance(own, DeltaConfig)
-        qkv, heads = (own.key_size, own.key_size, own.value_size), own.value_heads
-        parts = {"in": (*qkv, own.value_size), "taps": qkv, "gates": (heads, heads)}
-        parts |= {"decay": (heads,), "shift": (heads,)}
+        qkv, gates = (own.key_size, own.key_size, own.value_size), (own.value_heads,)
+        parts = {
+            "in": (*qkv, own.value_size),
+            "taps": qkv,
+            "gates": gates * 2,
+            "decay": gates,
+            "shift": gates,
+        }
     return {block: _shares_of_parts(sizes, tp, rank) for block, sizes in parts.items()}
-
-
-def _mamba2_runs(own: Mamba2Config, tp: int, rank: int) -> dict[str, list[range]]:
-    """Neighbouring ranks have the same groups if there are fewer groups than ranks."""
-    values = own.value_size, _share(own.value_size, tp, rank)
-    heads = own.heads, _share(own.heads, tp, rank)
-    groups, dim = _heads(own.groups, tp, rank), own.state_dim
-    keys = own.groups * dim, range(groups.start * dim, groups.stop * dim)
-    mixed = (values, keys, keys)
-    parts = {"in": (values, *mixed, heads), "taps": mixed, "taps_bias": mixed, "inner_norm": (values,)}
-    return {block: _below(each) for block, each in (parts | dict.fromkeys(VECTORS, (heads,))).items()}
 
 
 def _below(parts: Iterable[tuple[int, range]]) -> list[range]:
     """Ranges of consecutive parts with these sizes."""
     runs, first = [], 0
     for size, run in parts:
-        runs.append(_shift(run, first))
+        runs.append(range(run.start + first, run.stop + first))
         first += size
     return runs
 
@@ -209,40 +202,13 @@ def _of_sum(name: str, kind: str, spec: WeightSpec, count: int, number: int) -> 
     return {name: spec.take_columns(_share(spec.columns, count, number))}
 
 
-def _of_qk_norm(block: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping) -> WeightSpec:
-    """One weight for all heads, or one per head. For latent attention: of the parts that all heads share."""
-    if model.qk_norm == "head" or model.latent is not None:
-        return spec
-    queries = block == "q_norm"
-    heads = query_heads(model, mapping) if queries else key_heads(model, mapping)
-    total = model.num_heads if queries else model.num_kv_heads
-    size = spec.shape[0] // total
-    return spec.take_rows(range(heads.start * size, heads.stop * size))
-
-
-def _qkv_rows(model: ModelConfig, mapping: Mapping) -> list[range]:
-    queries, keys = query_heads(model, mapping), key_heads(model, mapping)
-    runs, first = [], 0
-    for heads, size, count in (
-        (queries, model.q_rows, model.num_heads),
-        (keys, model.kv_size, model.num_kv_heads),
-        (keys, model.kv_size, model.num_kv_heads),
-    ):
-        dim = size // count  # each query has its gate beside it
-        runs.append(range(first + heads.start * dim, first + heads.stop * dim))
-        first += size
-    return runs
-
-
 def query_heads(model: ModelConfig, mapping: Mapping) -> range:
     """Query heads of this rank."""
     return _share(model.num_heads, mapping.tp_size, mapping.tp_rank)
 
 
 def key_heads(model: ModelConfig, mapping: Mapping) -> range:
-    """Key heads of this rank: those that its query heads read. Neighbouring ranks have the same one if there
-    are fewer key heads than ranks.
-    """
+    """Those that its query heads read; neighbouring ranks share one if there are fewer than ranks."""
     return _heads(model.num_kv_heads, mapping.tp_size, mapping.tp_rank)
 
 
@@ -255,12 +221,8 @@ def _share(size: int, count: int, number: int) -> range:
     return range(number * size // count, (number + 1) * size // count)
 
 
-def _shift(run: range, by: int) -> range:
-    return range(run.start + by, run.stop + by)
-
-
-def _as_matrix(spec: WeightSpec) -> WeightSpec:
-    return WeightSpec(spec.slices, spec.columns, is_matrix=True)
+def _rows(heads: range, dim: int) -> range:
+    return range(heads.start * dim, heads.stop * dim)
 
 
 def _unknown(name: str, model: ModelConfig) -> ConfigError:

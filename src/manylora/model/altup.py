@@ -35,9 +35,7 @@ class Streams:
         return torch.stack([x, *(_scaled(linear(x, lora), size) for linear in self.enter)], dim=1)
 
     def merge(self, streams: Tensor, lora: LoraBatch | None) -> Tensor:
-        """[T, streams, hidden] -> [T, hidden]: their mean, after scaling all to the magnitude of the
-        first.
-        """
+        """[T, streams, hidden] -> [T, hidden]: their mean, all scaled to the magnitude of the first."""
         first, *others = (stream.contiguous() for stream in streams.unbind(1))
         size, total = _magnitude(first), first.float()
         for linear, stream in zip(self.leave, others, strict=True):
@@ -59,9 +57,7 @@ class AltUp:
     scale: Tensor | None
 
     def predicted(self, streams: Tensor, lora: LoraBatch | None) -> Tensor:
-        """streams [T, S, hidden]: stream i becomes itself plus the sum over j of coefficient[i, j] * stream
-        j.
-        """
+        """streams [T, S, hidden]: to stream i, add the sum over j of coefficient[i, j] * stream j."""
         count = streams.shape[1]
         routed = self._routed(streams[:, self.active].contiguous(), lora)
         rates = self.predict(routed, lora).float().unflatten(-1, (count, count, 1))
@@ -96,9 +92,7 @@ class Laurel:
 
 @dataclass(frozen=True)
 class AltUpBlock:
-    """One decoder layer over streams, used instead of `Block`. The per-layer input is added to all streams
-    except the first.
-    """
+    """One decoder layer over streams. The per-layer input is added to all streams except the first."""
 
     attention: Attends
     mlp: FeedForward

@@ -31,9 +31,7 @@ class RelativeBias:
         self._by_distance = weight[buckets.to(weight.device)].T.contiguous()  # [heads, 2 * longest - 1]
 
     def __call__(self, distances: Tensor) -> Tensor:
-        """distances: int64, key position minus query position, each less than `longest`; [...] -> [heads,
-        ...].
-        """
+        """distances: int64, key position minus query position; [...] -> [heads, ...]."""
         return self._by_distance[:, distances + self._zero]
 
 

@@ -17,9 +17,7 @@ from manylora.kernels.spec import AttentionBatch, LoraBatch
 
 @dataclass
 class HiddenRows:
-    """rows [P] int64, ascending: rows whose hidden states after the final norm are needed. hidden [P,
-    hidden]: written by the forward pass.
-    """
+    """rows [P] int64, ascending. hidden [P, hidden]: after the final norm, written by the forward pass."""
 
     rows: Tensor
     hidden: Tensor | None = None

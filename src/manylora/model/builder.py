@@ -61,9 +61,7 @@ class BuildPlan:
 
 @dataclass(frozen=True)
 class Built:
-    """num_quantised of num_linears matrices in the layers are quantised with quant_algo. Byte counts cover
-    all tensors.
-    """
+    """num_quantised of num_linears matrices in the layers. Byte counts cover all tensors."""
 
     num_linears: int
     num_quantised: int
@@ -118,9 +116,7 @@ def _check_limits(plan: BuildPlan, model: ModelConfig) -> None:
 
 
 def _prepare(plan: BuildPlan) -> None:
-    """Create the output directory, or empty that of an earlier build. Raises ConfigError for other
-    directories.
-    """
+    """Create the output directory, or empty that of an earlier build. Raises ConfigError for others."""
     out = plan.output_dir
     out.mkdir(parents=True, exist_ok=True)
     config = out / "config.json"

@@ -103,11 +103,7 @@ def _score_tokens(model_dir: Path, fields: Mapping[str, Any]) -> tuple[int, int]
 
 
 def _causal(architecture: str) -> tuple[str, bool | None]:
-    """The family's name for an architecture without a language-model head, and whether that has a
-    classification head.
-
-    None: it has a language-model head.
-    """
+    """The family of an architecture, and if it has another head, whether that is for classification."""
     found = HEADED.fullmatch(architecture)
     if found is None or architecture in FAMILIES:
         return architecture, None

@@ -32,7 +32,6 @@ from manylora.model.layers import (
     Attention,
     Block,
     LogitRows,
-    LoraLinear,
     Mlp,
     Norm,
     Rotation,
@@ -138,12 +137,8 @@ def _layer(block: Block | AltUpBlock) -> LayerParts | None:
         return None
     weights = {name: None if norm is None else norm.weight for name, norm in norms.items()}
     linears = (attention.qkv, attention.out, mlp.up_gate, mlp.down)
-    qkv, out, up_gate, down = map(_linear, linears)
+    qkv, out, up_gate, down = (LinearParts(one.weight, one.bias, one.targets) for one in linears)
     return LayerParts(weights, (qkv, out, up_gate, down), attention.params, attention.rotary)
-
-
-def _linear(one: LoraLinear) -> LinearParts:
-    return LinearParts(one.weight, one.bias, one.targets)
 
 
 class Decoder(DecoderLayers):
@@ -171,7 +166,12 @@ class Decoder(DecoderLayers):
             self._relative_bias = RelativeBias(weights["relative"], MAX_DISTANCE, longest, both_ways=True)
         self._recurrent = {layer: self._recurrent_layer(layer) for layer in sorted(config.recurrent_layers)}
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
-        self._places = _kv_places(config)
+        if config.bidirectional:  # nothing is cached
+            self._places = dict.fromkeys(config.attention_layers, 0)
+        else:  # of each layer's keys and values in the cache
+            own = [*sorted(config.attention_layers - config.kv_readers), *config.kv_before]
+            self._places = {layer: place for place, layer in enumerate(own)}
+            self._places |= {layer: self._places[config.kv_sources[layer]] for layer in config.kv_readers}
         self._state_places = {layer: place for place, layer in enumerate(self._recurrent)}
         self._layer_inputs = self._make_layer_inputs(config.layer_inputs)
         self._streams = None if config.altup is None else make_streams(config.altup, self._outer_linear)
@@ -222,8 +222,13 @@ class Decoder(DecoderLayers):
     def _in_layers(self, batch: ForwardBatch, kv: KvTensors, states: RecurrentState | None) -> Tensor:
         x, growth = self._embed(batch), self._growth(batch)
         rotary = [table(batch.positions, batch.rope_lengths) for table in self._rotary]
+        unrotated_growth = growth
+        if self.config.unrotated_growth is not None:
+            rate, length = self.config.unrotated_growth
+            grown = 1 + rate * torch.log1p(torch.floor((batch.positions + 1) / length))
+            unrotated_growth = grown.to(self.dtype).view(-1, 1, 1)
         rotations = [
-            Rotation(None, self._unrotated_growth(batch, growth), self._bias(batch)),
+            Rotation(None, unrotated_growth, self._bias(batch)),
             *(Rotation(one, growth) for one in rotary),
         ]
         own = None if self._layer_inputs is None else self._vectors(self._layer_inputs, x, batch)
@@ -349,14 +354,6 @@ class Decoder(DecoderLayers):
         growth = 1 + rate * torch.log(1 + torch.floor(batch.positions / length))
         return growth.to(self.dtype).view(-1, 1, 1)
 
-    def _unrotated_growth(self, batch: ForwardBatch, growth: Tensor | None) -> Tensor | None:
-        """Factors on queries in layers without rotation, [T, 1, 1]."""
-        if self.config.unrotated_growth is None:
-            return growth
-        rate, length = self.config.unrotated_growth
-        growth = 1 + rate * torch.log1p(torch.floor((batch.positions + 1) / length))
-        return growth.to(self.dtype).view(-1, 1, 1)
-
     def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
         lora = batch.lora
         if not len(batch.logits_rows):  # as for an encoder, which has no language-model head
@@ -373,9 +370,7 @@ class Decoder(DecoderLayers):
         return logits
 
     def _plain_embedding(self) -> Tensor | Panels | None:
-        """The table whose rows, only scaled, are the first layer's input. None: more is done to them, or the
-        compiled step cannot read the table.
-        """
+        """The table whose rows, only scaled, are the first layer's input. None: it is not as simple."""
         table = self._weights["embed"]
         more = (self._project_in, self._embedding_norm, self._streams, self._weights.get("positions"))
         if any(one is not None for one in more):
@@ -390,27 +385,26 @@ class Decoder(DecoderLayers):
         """The embedding scale applies to tokens only: a request's own vectors are used unchanged."""
         x = self._embed_tokens(batch, self._weights["embed"], "embed")
         if batch.embeddings is not None:
-            rows, vectors = batch.embeddings
-            x[rows] = vectors
+            x[batch.embeddings[0]] = batch.embeddings[1]
         if batch.lora is not None and batch.lora.extras:
             scale = self._embedding_scale if self.config.scales_vectors else None
             adapt_prompt(x, batch.lora.extras, scale)
         project, is_encoder = self._project_in, self.config.bidirectional
         x = x if project is None or is_encoder else project(x, batch.lora)
-        x = self._add_types(x, batch)
+        if self.config.token_types:  # they tell two texts of a prompt apart
+            types = torch.zeros_like(batch.input_ids) if batch.token_types is None else batch.token_types
+            types = types.clamp(max=self.config.token_types - 1)
+            x = x + F.embedding(types, self._weights["token_types"])
         positions = self._weights.get("positions")
-        x = x if positions is None else x + F.embedding(self._position_rows(batch), positions)
+        if positions is not None:
+            rows, padding = batch.positions, self.config.padding_id
+            if padding is not None:  # in an encoder, a padding token uses the first row
+                counted = batch.input_ids != padding
+                spans = pairwise(batch.attention.query_starts)
+                rows = torch.cat([counted[start:stop].cumsum(0) for start, stop in spans]) * counted
+            x = x + F.embedding(rows, positions)
         x = x if self._embedding_norm is None else self._embedding_norm(x, batch.lora)
         return project(x, batch.lora) if project is not None and is_encoder else x
-
-    def _position_rows(self, batch: ForwardBatch) -> Tensor:
-        """Rows of the position table, [T]. In an encoder, a padding token uses the first row."""
-        padding = self.config.padding_id
-        if padding is None:
-            return batch.positions
-        counted = batch.input_ids != padding
-        spans = [counted[start:stop].cumsum(0) for start, stop in pairwise(batch.attention.query_starts)]
-        return torch.cat(spans) * counted
 
     def _rotated(self, rotary: int) -> ModelConfig:
         """The config of a layer that uses this rotation."""
@@ -419,15 +413,6 @@ class Decoder(DecoderLayers):
             n for n, block in blocks if block.attention is not None and block.attention.rotary == rotary
         )
         return self.config.of_layer(next(layers, 0))
-
-
-def _kv_places(config: ModelConfig) -> dict[int, int]:
-    """For each layer with attention, the index of its keys and values in the cache."""
-    if config.bidirectional:  # nothing is cached
-        return dict.fromkeys(config.attention_layers, 0)
-    own = [*sorted(config.attention_layers - config.kv_readers), *config.kv_before]
-    places = {layer: place for place, layer in enumerate(own)}
-    return places | {layer: places[config.kv_sources[layer]] for layer in config.kv_readers}
 
 
 def ids_of(batch: ForwardBatch) -> Tensor:

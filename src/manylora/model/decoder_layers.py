@@ -87,7 +87,13 @@ class DecoderLayers(Transformer):
         latent, attention = self.config.latent, None
         if layer in self.config.attention_layers:
             attention = self._attention(layer) if latent is None else self._latent_attention(layer, latent)
-        add_input = None if self.config.layer_inputs is None else self._layer_input(layer)
+        add_input, inputs = None, self.config.layer_inputs
+        if inputs is not None:
+            norm = self._norm(f"{layer}.input_norm", f"layers.{layer}.post_per_layer_input_norm")
+            assert norm is not None
+            gate = self._one(layer, "input_gate", LoraModuleId.PER_LAYER_INPUT_GATE, inputs.dim)
+            project = self._one(layer, "input_project", LoraModuleId.PER_LAYER_PROJECTION)
+            add_input = LayerInput(gate, project, norm, self.config.activation)
         if self.config.altup is not None:
             return self._altup_block(layer, self.config.altup, attention, norms, add_input)
         beside, scalar = self._beside(layer), self._weights.get(f"{layer}.scalar")
@@ -96,19 +102,21 @@ class DecoderLayers(Transformer):
             mlp = self._feed_forward(layer) if beside is None else self._mlp(layer)
         return Block(self.config, attention, mlp, **norms, beside=beside, add_input=add_input, scalar=scalar)
 
+    def _one(self, layer: int, name: str, module_id: int, width: int | None = None) -> LoraLinear:
+        """A layer of one module. width: of its output; None: hidden."""
+        return self._linear(layer, name, LoraTarget(module_id, 0, width or self.config.hidden_size))
+
     def _make_layer_inputs(self, own: LayerInputsConfig | None) -> LayerInputs | None:
         if own is None:
             return None
         norm = self._norm("layer_inputs.norm", "per_layer_projection_norm")
         assert norm is not None
-        target = LoraTarget(LoraModuleId.PER_LAYER_MODEL_PROJECTION, 0, own.layers * own.dim)
-        project = self._outer_linear(0, "layer_inputs.project", target.module_id, target.width)
+        module_id, width = LoraModuleId.PER_LAYER_MODEL_PROJECTION, own.layers * own.dim
+        project = self._outer_linear(0, "layer_inputs.project", module_id, width)
         return LayerInputs(own, self._weights["layer_inputs.embed"], project, norm)
 
     def _outer_linear(self, row: int, name: str, module_id: int, width: int | None = None) -> LoraLinear:
-        """A linear layer outside the layers. row: the layer number of its rows in adapters. width: None:
-        hidden.
-        """
+        """row: the layer number of its rows in adapters. width: None: hidden."""
         target = LoraTarget(module_id, 0, width or self.config.hidden_size)
         return LoraLinear(self._ops, row, self._weights[f"{name}.weight"], None, (target,))
 
@@ -133,8 +141,8 @@ class DecoderLayers(Transformer):
             "laurel_left": (module.LAUREL_LEFT, own.laurel_rank),
             "laurel_right": (module.LAUREL_RIGHT, self.config.hidden_size),
         }
-        linears = {n: self._linear(layer, n, LoraTarget(one, 0, w)) for n, (one, w) in targets.items()}
-        router, predict, correct, left, right = linears.values()
+        linears = [self._one(layer, name, *target) for name, target in targets.items()]
+        router, predict, correct, left, right = linears
         scale = self._weights[f"{layer}.altup_scale"] if own.scaled else None
         return AltUpBlock(
             attention,
@@ -143,20 +151,6 @@ class DecoderLayers(Transformer):
             altup=AltUp(own.active, router_norm, router, predict, correct, scale),
             laurel=Laurel(left, right, laurel_norm),
             add_input=add_input,
-        )
-
-    def _layer_input(self, layer: int) -> LayerInput:
-        own = self.config.layer_inputs
-        assert own is not None
-        norm = self._norm(f"{layer}.input_norm", f"layers.{layer}.post_per_layer_input_norm")
-        assert norm is not None
-        gate = LoraTarget(LoraModuleId.PER_LAYER_INPUT_GATE, 0, own.dim)
-        project = LoraTarget(LoraModuleId.PER_LAYER_PROJECTION, 0, self.config.hidden_size)
-        return LayerInput(
-            self._linear(layer, "input_gate", gate),
-            self._linear(layer, "input_project", project),
-            norm,
-            self.config.activation,
         )
 
     def _layer_norm(self, layer: int, name: str) -> Norm | None:
@@ -175,10 +169,12 @@ class DecoderLayers(Transformer):
         if config.qk_norm == "plain" and not still:
             norms = [plain] * 2
         scale = self._attention_scale / (layer + 1 if config.scaled_by_layer else 1)
-        params = AttentionParams(scale, window, config.attention_softcap, self._sinks(layer))
+        sinks = self._weights.get(f"{layer}.sinks")
+        sinks = None if sinks is None else sinks.float()
+        params = AttentionParams(scale, window, config.attention_softcap, sinks)
         out = self._attention_out(layer)
         if layer in config.kv_readers:
-            q = self._linear(layer, "q", LoraTarget(LoraModuleId.ATTN_Q, 0, config.q_size))
+            q = self._one(layer, "q", LoraModuleId.ATTN_Q, config.q_size)
             return SharedKvAttention(config, self._ops, q, out, norms[0], params, rotary)
         return Attention(
             config,
@@ -196,27 +192,26 @@ class DecoderLayers(Transformer):
         heads, first = self.config.num_heads, latent.q_rank or self.config.num_heads * latent.query_dim
         q = LoraTarget(LoraModuleId.ATTN_Q_A if latent.q_rank else LoraModuleId.ATTN_Q, 0, first)
         kv = LoraTarget(LoraModuleId.ATTN_KV_A, first, latent.cached_dim)
-        up = LoraTarget(LoraModuleId.ATTN_Q_B, 0, heads * latent.query_dim)
         weight = self._weights[f"{layer}.kv_b.weight"].view(heads, -1, latent.kv_rank)
-        kv_norm = self._inner_norm(layer, "k_norm", self._names.k_norm, latent)
+        named = (("q_norm", self._names.q_norm), ("k_norm", self._names.k_norm))
+        q_norm, kv_norm = (
+            self._norm(f"{layer}.{ours}", f"layers.{layer}.{theirs}") for ours, theirs in named
+        )
         assert kv_norm is not None
+        queries = LoraModuleId.ATTN_Q_B, heads * latent.query_dim
         return LatentAttention(
             latent,
             heads,
             self._ops,
             qkv=self._linear(layer, "qkv", q, kv),
-            q_up=self._linear(layer, "q_b", up) if latent.q_rank else None,
-            q_norm=self._inner_norm(layer, "q_norm", self._names.q_norm, latent),
-            kv_norm=kv_norm,
+            q_up=self._one(layer, "q_b", *queries) if latent.q_rank else None,
+            q_norm=None if q_norm is None else replace(q_norm, eps=latent.norm_eps),
+            kv_norm=replace(kv_norm, eps=latent.norm_eps),
             expansion=Expansion(layer, weight, latent.plain_dim),
             out=self._attention_out(layer),
             params=AttentionParams(self._attention_scale),
             pairs=self.config.rope_interleaved,
         )
-
-    def _inner_norm(self, layer: int, name: str, theirs: str, latent: LatentConfig) -> Norm | None:
-        norm = self._norm(f"{layer}.{name}", f"layers.{layer}.{theirs}")
-        return None if norm is None else replace(norm, eps=latent.norm_eps)
 
     def _router(self, layer: int, moe: MoeConfig) -> Router:
         target = LoraTarget(LoraModuleId.MOE_ROUTER, 0, moe.num_experts)
@@ -224,34 +219,25 @@ class DecoderLayers(Transformer):
             return self._linear(layer, "router", target)
         return WideRouter(self._ops, layer, self._weights[f"{layer}.router.weight"], (target,))
 
-    def _sinks(self, layer: int) -> Tensor | None:
-        sinks = self._weights.get(f"{layer}.sinks")
-        return None if sinks is None else sinks.float()
-
     def _recurrent_layer(self, layer: int) -> DeltaRule | ShortConv | Mamba2:
         own = self.config.recurrent
         if isinstance(own, Mamba2Config):
             return self._mamba2(layer, own)
         if isinstance(own, ConvConfig):
-            return self._short_conv(layer, own)
+            project = self._one(layer, "in", LoraModuleId.MAMBA_IN_PROJ, 3 * own.channels)
+            out = self._one(layer, "out", LoraModuleId.MAMBA_OUT_PROJ)
+            return ShortConv(self._ops, project, out, self._weights[f"{layer}.taps"].T.contiguous())
         assert isinstance(own, DeltaConfig)
         return self._delta_rule(layer, own)
 
-    def _short_conv(self, layer: int, own: ConvConfig) -> ShortConv:
-        project = LoraTarget(LoraModuleId.MAMBA_IN_PROJ, 0, 3 * own.channels)
-        out = LoraTarget(LoraModuleId.MAMBA_OUT_PROJ, 0, self.config.hidden_size)
-        taps = self._weights[f"{layer}.taps"].T.contiguous()
-        return ShortConv(self._ops, self._linear(layer, "in", project), self._linear(layer, "out", out), taps)
-
     def _mamba2(self, layer: int, own: Mamba2Config) -> Mamba2:
-        project = LoraTarget(LoraModuleId.MAMBA_IN_PROJ, 0, own.in_size)
-        out = LoraTarget(LoraModuleId.MAMBA_OUT_PROJ, 0, self.config.hidden_size)
+        out = "out" if self.config.beside is None else "recurrent_out"
         prefix = f"{layer}."
         mine = {name.removeprefix(prefix): w for name, w in self._weights.items() if name.startswith(prefix)}
         return Mamba2(
             self._ops,
-            self._linear(layer, "in", project),
-            self._linear(layer, "out" if self.config.beside is None else "recurrent_out", out),
+            self._one(layer, "in", LoraModuleId.MAMBA_IN_PROJ, own.in_size),
+            self._one(layer, out, LoraModuleId.MAMBA_OUT_PROJ),
             mamba2_weights(own, mine, self.config.norm_eps),
             mamba2_factors(own, self._device, self.dtype),
         )
@@ -269,7 +255,6 @@ class DecoderLayers(Transformer):
             LoraTarget(LoraModuleId.LINEAR_ATTN_B, 0, heads),
             LoraTarget(LoraModuleId.LINEAR_ATTN_A, heads, heads),
         )
-        out = LoraTarget(LoraModuleId.LINEAR_ATTN_OUT, 0, self.config.hidden_size)
         vectors = DeltaWeights(
             taps=weights[f"{layer}.taps"].T.contiguous(),
             decay=-weights[f"{layer}.decay"].exp(),
@@ -283,7 +268,7 @@ class DecoderLayers(Transformer):
             self._ops,
             project=self._linear(layer, "in", *project),
             gates=self._linear(layer, "gates", *gates),
-            out=self._linear(layer, "out", out),
+            out=self._one(layer, "out", LoraModuleId.LINEAR_ATTN_OUT),
             weights=vectors,
         )
 
@@ -309,12 +294,8 @@ class DecoderLayers(Transformer):
         )
         if not moe.gated:
             up_gate = (LoraTarget(LoraModuleId.MOE_H_TO_4H, 0, inner),)
-        hidden, latent = self.config.hidden_size, moe.latent_size
-        down = LoraTarget(LoraModuleId.MOE_4H_TO_H, 0, latent or hidden)
-        ends = (
-            LoraTarget(LoraModuleId.MOE_LATENT_FC1, 0, latent),
-            LoraTarget(LoraModuleId.MOE_LATENT_FC2, 0, hidden),
-        )
+        latent = moe.latent_size
+        down = LoraTarget(LoraModuleId.MOE_4H_TO_H, 0, latent or self.config.hidden_size)
         return Moe(
             moe,
             router=self._router(layer, moe),
@@ -324,8 +305,8 @@ class DecoderLayers(Transformer):
             shared=self._shared_expert(layer, moe),
             correction=self._weights.get(f"{layer}.router.correction"),
             scales=self._weights.get(f"{layer}.router.scales"),
-            latent_in=self._linear(layer, "latent_in", ends[0]) if latent else None,
-            latent_out=self._linear(layer, "latent_out", ends[1]) if latent else None,
+            latent_in=self._one(layer, "latent_in", LoraModuleId.MOE_LATENT_FC1, latent) if latent else None,
+            latent_out=self._one(layer, "latent_out", LoraModuleId.MOE_LATENT_FC2) if latent else None,
         )
 
     def _shared_expert(self, layer: int, moe: MoeConfig) -> SharedExpert | None:
@@ -339,16 +320,13 @@ class DecoderLayers(Transformer):
         )
         if not moe.gated:
             up_gate = (LoraTarget(LoraModuleId.SHARED_EXPERT_H_TO_4H, 0, inner),)
-        down = LoraTarget(LoraModuleId.SHARED_EXPERT_4H_TO_H, 0, self.config.hidden_size)
         mlp = Mlp(
             up_gate=self._linear(layer, "shared.up_gate", *up_gate),
-            down=self._linear(layer, "shared.down", down),
+            down=self._one(layer, "shared.down", LoraModuleId.SHARED_EXPERT_4H_TO_H),
             activation=self.config.activation,
             gated=moe.gated,
         )
-        if not moe.shared_gated:
-            return SharedExpert(mlp, None)
-        gate = self._linear(layer, "shared_gate", LoraTarget(LoraModuleId.MLP_ROUTER, 0, 1))
+        gate = self._one(layer, "shared_gate", LoraModuleId.MLP_ROUTER, 1) if moe.shared_gated else None
         return SharedExpert(mlp, gate)
 
     def _experts(self, layer: int, moe: MoeConfig, name: str, *targets: LoraTarget) -> Experts:

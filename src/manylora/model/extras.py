@@ -18,9 +18,7 @@ Extras = Sequence[ExtraSegment]
 
 
 def changed_inputs(x: Tensor, extras: Extras, layer: int, targets: Sequence[LoraTarget]) -> Tensor:
-    """x [T, K] after adapters' input scales and rotations for a layer of one module. x itself is not
-    changed.
-    """
+    """x [T, K] after adapters' input scales and rotations; x itself is not changed."""
     if len(targets) == 1:
         for rows, _, mine in _inputs(x, extras, layer, targets):
             x = x.clone()
@@ -83,9 +81,7 @@ def _columns(target: LoraTarget) -> slice:
 
 
 def _turned(y: Tensor, turn: Extra) -> Tensor:
-    """turn [groups, size] times y, after swapping the halves of each group and negating the one that comes
-    first; y [T, N].
-    """
+    """turn [groups, size] times y [T, N], with the halves of each group swapped and the first negated."""
     first, second = y.unflatten(-1, (-1, 2, turn.columns // 2)).unbind(-2)
     return torch.stack((-second, first), dim=-2).flatten(-3) * turn.vector(y.dtype)
 

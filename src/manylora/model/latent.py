@@ -36,9 +36,7 @@ KV_B = LoraModuleId.ATTN_KV_B
 
 @dataclass(frozen=True)
 class _Adapted:
-    """Rows of the batch with one adapter. A [r, kv_rank]; B transposed [r, H, plain + value]; magnitude
-    [H, plain + value] or None.
-    """
+    """Rows with one adapter. A [r, kv_rank]; B transposed, magnitude [H, plain + value] or None."""
 
     rows: slice
     a: Tensor

@@ -203,9 +203,7 @@ def halves_first(x: Tensor, count: int) -> Tensor:
 
 
 class LogitRows(NamedTuple):
-    """The rows [L] that are needed after a layer, and their adapters, with positions counted within these
-    rows.
-    """
+    """The rows [L] that are needed after a layer, and their adapters, counted within these rows."""
 
     rows: Tensor
     lora: LoraBatch | None

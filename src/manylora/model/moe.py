@@ -140,9 +140,7 @@ class Moe:
     def each(
         self, x: Tensor, choices: Tensor, lora: LoraBatch | None, weights: Tensor | None = None
     ) -> Tensor:
-        """The experts' outputs for each token, [T, k, hidden], in each token's order of experts, so that its
-        sum does not depend on other tokens. weights [T, k]: factors on the inputs.
-        """
+        """The experts' outputs [T, k, hidden], in each token's own order. weights [T, k]: on the inputs."""
         pairs, places = self.up_gate.ops.pair_up(choices, self.config.num_experts, lora)
         experts = in_pairs(choices, places) if self.config.biased else None
         y = self.run(x, pairs, experts, lora, in_pairs(weights, places))

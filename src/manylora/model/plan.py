@@ -133,9 +133,7 @@ def _unused_kv(config: ModelConfig, names: TensorNames) -> list[str]:
 
 
 def head_name(config: ModelConfig, stored: Collection[str]) -> str:
-    """Name of the head's tensors in this checkpoint: transformers 5 stores a text tower's head outside of
-    it.
-    """
+    """The head's name in this checkpoint: transformers 5 stores a text tower's head outside of it."""
     named = FAMILIES[config.architecture].names(config).head
     return "lm_head" if f"{named}.weight" not in stored and "lm_head.weight" in stored else named
 
@@ -143,9 +141,7 @@ def head_name(config: ModelConfig, stored: Collection[str]) -> str:
 def _encoder_decoder(
     config: ModelConfig, encoder: TensorNames, decoder: TensorNames, stored: Collection[str]
 ) -> Plan:
-    """Layers are numbered through both stacks, the encoder's first. Tensors of one stack have its name as
-    prefix.
-    """
+    """Layers are numbered through both stacks, the encoder's first."""
     assert config.encoder is not None
     hidden, count = config.hidden_size, config.encoder.num_layers
     base = _root(encoder, stored).removesuffix(encoder.roots[-1])
@@ -195,9 +191,7 @@ def _positions(source: str, config: ModelConfig) -> WeightSpec:
 
 
 def _root(names: TensorNames, stored: Collection[str]) -> str:
-    """The root of the embedding, or else the first root that occurs in the checkpoint. Empty if a bare model
-    was saved.
-    """
+    """The root of the embedding, or the first one in the checkpoint. Empty if a bare model was saved."""
     for root in ("", *names.roots):
         if any(name.startswith(f"{root}{names.embed}.") for name in stored):  # .weight, or parts of it
             return root

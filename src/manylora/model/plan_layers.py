@@ -6,11 +6,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from manylora.config.blocks import (
-    AltUpConfig,
     ConvConfig,
     DeltaConfig,
     LatentConfig,
-    LayerInputsConfig,
     Mamba2Config,
 )
 from manylora.config.model import ModelConfig, MoeConfig
@@ -66,9 +64,6 @@ class WeightSpec:
     @property
     def column_range(self) -> range:
         return range(self.first_column, self.first_column + self.columns)
-
-    def with_all_columns(self) -> WeightSpec:
-        return replace(self, columns=self.all_columns or self.columns, first_column=0, all_columns=0)
 
     def take_columns(self, columns: range) -> WeightSpec:
         """Some columns of a spec that has all of them."""
@@ -151,35 +146,28 @@ def layer_plan(
             specs |= linear("q", q, config.hidden_size, config.attention_bias, config)
     for ours, theirs in names.block_norms.items():
         specs |= norm(ours, source + theirs, config.hidden_size, config)
-    if config.altup is not None:
-        specs |= _altup(config, config.altup, source)
+    hidden, own, inputs = config.hidden_size, config.altup, config.layer_inputs
+    if own is not None:
+        altup, laurel, count = f"{source}altup.", f"{source}laurel.", own.streams
+        specs |= {
+            "altup_router.weight": matrix(f"{altup}modality_router.weight", count, hidden),
+            "altup_predict.weight": matrix(f"{altup}prediction_coefs.weight", count**2, count),
+            "altup_correct.weight": matrix(f"{altup}correction_coefs.weight", count, count),
+            "laurel_left.weight": matrix(f"{laurel}linear_left.weight", own.laurel_rank, hidden),
+            "laurel_right.weight": matrix(f"{laurel}linear_right.weight", hidden, own.laurel_rank),
+            **norm("altup_norm", f"{altup}router_norm", hidden, config),
+            **norm("laurel_norm", f"{laurel}post_laurel_norm", hidden, config),
+            "altup_scale": WeightSpec((whole(f"{altup}correct_output_scale", hidden),)),
+        }
     if names.scalar:
         specs["scalar"] = WeightSpec((whole(source + names.scalar, 1),))
-    return specs if config.layer_inputs is None else specs | _layer_input(config, config.layer_inputs, source)
-
-
-def _altup(config: ModelConfig, own: AltUpConfig, source: str) -> Plan:
-    hidden, count = config.hidden_size, own.streams
-    altup, laurel = f"{source}altup.", f"{source}laurel."
-    return {
-        "altup_router.weight": matrix(f"{altup}modality_router.weight", count, hidden),
-        "altup_predict.weight": matrix(f"{altup}prediction_coefs.weight", count**2, count),
-        "altup_correct.weight": matrix(f"{altup}correction_coefs.weight", count, count),
-        "laurel_left.weight": matrix(f"{laurel}linear_left.weight", own.laurel_rank, hidden),
-        "laurel_right.weight": matrix(f"{laurel}linear_right.weight", hidden, own.laurel_rank),
-        **norm("altup_norm", f"{altup}router_norm", hidden, config),
-        **norm("laurel_norm", f"{laurel}post_laurel_norm", hidden, config),
-        "altup_scale": WeightSpec((whole(f"{altup}correct_output_scale", hidden),)),
-    }
-
-
-def _layer_input(config: ModelConfig, own: LayerInputsConfig, source: str) -> Plan:
-    hidden = config.hidden_size
-    return {
-        "input_gate.weight": matrix(f"{source}per_layer_input_gate.weight", own.dim, hidden),
-        "input_project.weight": matrix(f"{source}per_layer_projection.weight", hidden, own.dim),
-        **norm("input_norm", f"{source}post_per_layer_input_norm", hidden, config),
-    }
+    if inputs is not None:
+        specs |= {
+            "input_gate.weight": matrix(f"{source}per_layer_input_gate.weight", inputs.dim, hidden),
+            "input_project.weight": matrix(f"{source}per_layer_projection.weight", hidden, inputs.dim),
+            **norm("input_norm", f"{source}post_per_layer_input_norm", hidden, config),
+        }
+    return specs
 
 
 def mixer_plan(config: ModelConfig, names: TensorNames, source: str, layer: int) -> Plan:
@@ -199,7 +187,12 @@ def _attention(config: ModelConfig, names: TensorNames, source: str) -> Plan:
     hidden, latent = config.hidden_size, config.latent
     out = (whole(source + names.out, hidden),)
     if latent is None:
-        specs = linear("qkv", _qkv(config, names, source), hidden, config.attention_bias, config)
+        sizes = (config.q_rows, config.kv_size, config.kv_size)
+        pieces = _grouped(source + names.qkv[0], sizes, config.qkv_groups)
+        if len(names.qkv) == 3:
+            pieces = tuple(whole(source + name, size) for name, size in zip(names.qkv, sizes, strict=True))
+            pieces = pieces[:2] if config.keys_are_values else pieces
+        specs = linear("qkv", pieces, hidden, config.attention_bias, config)
     else:
         specs = _latent(config, latent, names, source)
     attended = config.q_size if latent is None else config.num_heads * latent.value_dim
@@ -230,12 +223,34 @@ def _latent(config: ModelConfig, latent: LatentConfig, names: TensorNames, sourc
 def _recurrent(config: ModelConfig, names: TensorNames, source: str) -> Plan:
     own, hidden = config.recurrent, config.hidden_size
     block = f"{source}{names.recurrent}."
+    matrices, out = (
+        [block + name for name in names.recurrent_in],
+        (whole(block + names.recurrent_out, hidden),),
+    )
+
+    def taps(name: str, channels: int, count: int) -> WeightSpec:
+        return WeightSpec((whole(f"{block}{name}.weight", channels),), count, wide=True, depthwise=True)
+
+    def vectors(rows: int, **named: str) -> Plan:
+        return {ours: WeightSpec((whole(block + theirs, rows),), wide=True) for ours, theirs in named.items()}
+
     if isinstance(own, ConvConfig):
-        return _short_conv(own, names, block, config)
+        return {
+            **linear("in", (whole(matrices[0], 3 * own.channels),), hidden, False, config),
+            **linear("out", out, own.channels, False, config),
+            "taps": taps("conv", own.channels, own.taps),
+        }
     if isinstance(own, Mamba2Config):
-        return _mamba2(own, names, block, config)
+        specs = {
+            **linear("in", (whole(matrices[0], own.in_size),), hidden, own.biased, config),
+            **linear("out", out, own.value_size, own.out_biased, config),
+            "taps": taps("conv1d", own.channels, own.taps),
+            **vectors(own.heads, decay="A_log", shift="dt_bias", skip="D"),
+        }
+        if own.conv_bias:
+            specs |= vectors(own.channels, taps_bias="conv1d.bias")
+        return specs | (vectors(own.value_size, **{"inner_norm.weight": "norm.weight"}) if own.normed else {})
     assert isinstance(own, DeltaConfig)
-    matrices = [block + name for name in names.recurrent_in]
     qkvz, ba = (own.key_size, own.key_size, own.value_size, own.value_size), (own.value_heads,) * 2
     if len(matrices) == 2:
         wide, narrow = _grouped(matrices[0], qkvz, own.key_heads), _grouped(matrices[1], ba, own.key_heads)
@@ -243,49 +258,14 @@ def _recurrent(config: ModelConfig, names: TensorNames, source: str) -> Plan:
         qkv, z, b, a = matrices
         wide = (whole(qkv, own.channels), whole(z, own.value_size))
         narrow = (whole(b, own.value_heads), whole(a, own.value_heads))
-    out = (whole(block + names.recurrent_out, hidden),)
-    taps = _taps(f"{block}conv1d.weight", own.channels, own.taps)
-    vectors = {"decay": "A_log", "shift": "dt_bias"}
     return {
         **linear("in", wide, hidden, False, config),
         **linear("gates", narrow, hidden, False, config),
         **linear("out", out, own.value_size, False, config),
-        "taps": taps,
-        "norm.weight": WeightSpec((whole(f"{block}norm.weight", own.value_dim),), wide=True),
-        **{
-            name: WeightSpec((whole(block + theirs, own.value_heads),), wide=True)
-            for name, theirs in vectors.items()
-        },
+        "taps": taps("conv1d", own.channels, own.taps),
+        **vectors(own.value_dim, **{"norm.weight": "norm.weight"}),
+        **vectors(own.value_heads, decay="A_log", shift="dt_bias"),
     }
-
-
-def _mamba2(own: Mamba2Config, names: TensorNames, block: str, config: ModelConfig) -> Plan:
-    inside, out = (whole(block + names.recurrent_in[0], own.in_size),), block + names.recurrent_out
-    vectors = {name: WeightSpec((whole(block + theirs, own.heads),), wide=True)
-               for name, theirs in (("decay", "A_log"), ("shift", "dt_bias"), ("skip", "D"))}  # fmt: skip
-    if own.conv_bias:
-        vectors["taps_bias"] = WeightSpec((whole(f"{block}conv1d.bias", own.channels),), wide=True)
-    if own.normed:
-        vectors["inner_norm.weight"] = WeightSpec((whole(f"{block}norm.weight", own.value_size),), wide=True)
-    return {
-        **linear("in", inside, config.hidden_size, own.biased, config),
-        **linear("out", (whole(out, config.hidden_size),), own.value_size, own.out_biased, config),
-        "taps": _taps(f"{block}conv1d.weight", own.channels, own.taps),
-        **vectors,
-    }
-
-
-def _short_conv(own: ConvConfig, names: TensorNames, block: str, config: ModelConfig) -> Plan:
-    inside, out = (whole(block + names.recurrent_in[0], 3 * own.channels),), block + names.recurrent_out
-    return {
-        **linear("in", inside, config.hidden_size, False, config),
-        **linear("out", (whole(out, config.hidden_size),), own.channels, False, config),
-        "taps": _taps(f"{block}conv.weight", own.channels, own.taps),
-    }
-
-
-def _taps(source: str, channels: int, taps: int) -> WeightSpec:
-    return WeightSpec((whole(source, channels),), taps, wide=True, depthwise=True)
 
 
 def _qk_norm(name: str, source: str, heads: int, config: ModelConfig) -> Plan:
@@ -313,9 +293,7 @@ def mlp_plan(config: ModelConfig, names: TensorNames, source: str) -> Plan:
 
 
 def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Collection[str]) -> Plan:
-    """Experts one by one, as in released checkpoints and GGUF files, or stacked in two tensors, as in
-    transformers.
-    """
+    """Experts one by one, or stacked in two tensors, as in transformers."""
     assert config.moe is not None
     moe, hidden = config.moe, config.hidden_size
     inner, count, seen = moe.intermediate_size, moe.num_experts, moe.latent_size or hidden
@@ -337,11 +315,15 @@ def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Co
         specs["router.scales"] = WeightSpec((whole(scales[1], count),), wide=True)
     if moe.biased:
         specs["router.bias"] = WeightSpec((whole(router.removesuffix("weight") + "bias", count),))
-    if moe.interleaved and f"{block}.experts.0.down_proj.bias" not in stored:
-        return specs | _interleaved(moe, hidden, f"{block}.experts.")
+    # Or all experts in one tensor, [in, out], with gate and up alternating.
+    mixed = moe.interleaved and f"{block}.experts.0.down_proj.bias" not in stored
     for e in range(count):
         up_gate: tuple[RowSlice, ...]
-        if stacks is not None:
+        if mixed:
+            fused = f"{block}.experts.gate_up_proj"
+            up_gate = tuple(RowSlice(fused, start, inner, 2 * inner, e, count, 2) for start in (1, 0))
+            down = RowSlice(f"{block}.experts.down_proj", 0, hidden, hidden, e, count)
+        elif stacks is not None:
             fused, lower = stacks
             up_gate = tuple(RowSlice(fused, start, inner, 2 * inner, e, count) for start in (inner, 0))
             if not moe.gated:
@@ -352,12 +334,13 @@ def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Co
             parts = names.expert_up_gate if moe.gated else names.expert_up_gate[:1]
             up_gate = tuple(whole(f"{expert}{name}.weight", inner) for name in parts)
             down = whole(f"{expert}{names.expert_down}.weight", seen)
-        turned = moe.transposed and stacks is not None
-        specs[f"expert.{e}.up_gate.weight"] = WeightSpec(up_gate, seen, True, turned)
-        specs[f"expert.{e}.down.weight"] = WeightSpec((down,), inner, True, turned)
-        if moe.biased:
-            for name, pieces in (("up_gate", up_gate), ("down", (down,))):
-                specs[f"expert.{e}.{name}.bias"] = WeightSpec(tuple(map(_bias, pieces)))
+        turned = mixed or (moe.transposed and stacks is not None)
+        for name, pieces, columns in (("up_gate", up_gate, seen), ("down", (down,), inner)):
+            specs[f"expert.{e}.{name}.weight"] = WeightSpec(pieces, columns, True, turned)
+            if moe.biased:
+                biases = (p.source + "_bias" if mixed else p.source[:-6] + "bias" for p in pieces)
+                slices = (replace(p, source=bias) for p, bias in zip(pieces, biases, strict=True))
+                specs[f"expert.{e}.{name}.bias"] = WeightSpec(tuple(slices))
     if moe.latent_size:
         specs["latent_in.weight"] = matrix(f"{block}.fc1_latent_proj.weight", seen, hidden)
         specs["latent_out.weight"] = matrix(f"{block}.fc2_latent_proj.weight", hidden, seen)
@@ -366,30 +349,8 @@ def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Co
     return specs
 
 
-def _bias(piece: RowSlice) -> RowSlice:
-    return replace(piece, source=piece.source.removesuffix("weight") + "bias")
-
-
-def _interleaved(moe: MoeConfig, hidden: int, block: str) -> Plan:
-    """All experts in one tensor, [in, out], with gate and up alternating."""
-    inner, specs = moe.intermediate_size, {}
-    for e in range(moe.num_experts):
-        fused = RowSlice(f"{block}gate_up_proj", 1, inner, 2 * inner, e, moe.num_experts, 2)
-        pieces = {
-            "up_gate": ((fused, replace(fused, start=0)), hidden),
-            "down": ((RowSlice(f"{block}down_proj", 0, hidden, hidden, e, moe.num_experts),), inner),
-        }
-        for name, (slices, columns) in pieces.items():
-            biases = tuple(replace(piece, source=f"{piece.source}_bias") for piece in slices)
-            specs[f"expert.{e}.{name}.weight"] = WeightSpec(slices, columns, True, transposed=True)
-            specs[f"expert.{e}.{name}.bias"] = WeightSpec(biases)
-    return specs
-
-
 def _stacked(names: TensorNames, source: str, stored: Collection[str]) -> tuple[str, tuple[str, str] | None]:
-    """The block of a layer's experts, and its tensors of all experts: gate and up, and down. None: one tensor
-    per expert.
-    """
+    """The block of a layer's experts, its gate and up, and its down. None: one tensor per expert."""
     own = source + names.sparse if names.sparse else source.removesuffix(".")
     for block in (f"{source}mlp", own):
         for first, second in STACKS:
@@ -414,14 +375,6 @@ def _shared(moe: MoeConfig, hidden: int, names: TensorNames, source: str, block:
     if moe.shared_gated:
         specs["shared_gate.weight"] = matrix(f"{block}.shared_expert_gate.weight", 1, hidden)
     return specs
-
-
-def _qkv(config: ModelConfig, names: TensorNames, source: str) -> tuple[RowSlice, ...]:
-    sizes = (config.q_rows, config.kv_size, config.kv_size)
-    if len(names.qkv) == 3:
-        pieces = tuple(whole(source + name, size) for name, size in zip(names.qkv, sizes, strict=True))
-        return pieces[:2] if config.keys_are_values else pieces
-    return _grouped(source + names.qkv[0], sizes, config.qkv_groups)
 
 
 def _grouped(fused: str, sizes: tuple[int, ...], groups: int) -> tuple[RowSlice, ...]:

@@ -24,6 +24,7 @@ LINEARS = (
     "cross_kv.weight", ".in.weight", "project_in.weight",
 )  # fmt: skip
 SMALLEST_GROUP = 32
+NO_GROUP = "{} needs matrices with a multiple of {} inputs, one has {}; name it in exclude_modules or use {}"
 
 
 def is_linear(name: str) -> bool:
@@ -53,7 +54,12 @@ def quantise(weight: Tensor, config: QuantConfig) -> QuantisedWeight:
     if config.quant_algo == QuantAlgo.W4A8:
         return _symmetric(wide, dtype)
     rows, columns = weight.shape
-    groups = wide.view(rows, columns // _group_size(columns, config.group_size), -1)
+    size = config.group_size
+    while columns % size:
+        size //= 2
+    if size < SMALLEST_GROUP:
+        raise ConfigError(NO_GROUP.format(QuantAlgo.W4A16, SMALLEST_GROUP, columns, QuantAlgo.W8A16))
+    groups = wide.view(rows, columns // size, -1)
     low, high = groups.amin(-1), groups.amax(-1)
     scales = _nonzero(((high - low) / 15).to(dtype))
     offsets = (low + 8 * scales.float()).to(dtype)
@@ -68,7 +74,7 @@ def _symmetric(wide: Tensor, dtype: torch.dtype) -> QuantisedWeight:
     """
     rows, columns = wide.shape
     if columns % BLOCK:
-        raise _no_group(QuantAlgo.W4A8, QuantAlgo.W8A8, columns)
+        raise ConfigError(NO_GROUP.format(QuantAlgo.W4A8, SMALLEST_GROUP, columns, QuantAlgo.W8A8))
     groups = wide.view(rows, columns // BLOCK, BLOCK)
     farthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
     scales = (farthest / -8).bfloat16().to(dtype)
@@ -86,8 +92,18 @@ def stack_weights(pieces: Sequence[Tensor | QuantisedWeight]) -> Tensor | Quanti
             runs[-1].append(piece)
         else:
             runs.append([piece])
-    parts = tuple(_cat(run) for run in runs)
-    return parts[0] if len(parts) == 1 else StackedWeight(parts, tuple(part.shape[0] for part in parts))
+    parts: list[Tensor | QuantisedWeight] = []
+    for first, *others in runs:
+        if others and isinstance(first, Tensor):
+            first = torch.cat([first, *others])
+        elif others:
+            names = first.tensors().keys() - {"order", "codebook"}
+            joined = {name: torch.cat([getattr(one, name) for one in (first, *others)]) for name in names}
+            first = replace(first, **joined)
+        parts.append(first)
+    return (
+        parts[0] if len(parts) == 1 else StackedWeight(tuple(parts), tuple(part.shape[0] for part in parts))
+    )
 
 
 def check_quant_request(
@@ -123,33 +139,6 @@ def _same_format(one: Tensor | QuantisedWeight, other: Tensor | QuantisedWeight)
     return one.order is None or other.order is None or torch.equal(one.order, other.order)
 
 
-def _cat(run: Sequence[Any]) -> Tensor | QuantisedWeight:
-    first = run[0]
-    if len(run) == 1:
-        return first
-    if isinstance(first, Tensor):
-        return torch.cat(list(run))
-    names = first.tensors().keys() - {"order", "codebook"}
-    joined = {name: torch.cat([getattr(piece, name) for piece in run]) for name in names}
-    return replace(first, **joined)
-
-
-def _group_size(columns: int, wanted: int) -> int:
-    size = wanted
-    while size >= SMALLEST_GROUP:
-        if columns % size == 0:
-            return size
-        size //= 2
-    raise _no_group(QuantAlgo.W4A16, QuantAlgo.W8A16, columns)
-
-
-def _no_group(algo: QuantAlgo, other: QuantAlgo, columns: int) -> ConfigError:
-    return ConfigError(
-        f"{algo} needs matrices with a multiple of {SMALLEST_GROUP} inputs, one has {columns}; "
-        f"name it in exclude_modules or use {other}"
-    )
-
-
 def _nonzero(scales: Tensor) -> Tensor:
     """1 in place of the scale 0 of a row of zeros."""
     return torch.where(scales > 0, scales, torch.ones_like(scales))
@@ -180,14 +169,10 @@ class EffectiveWeights:
         if self._quant is None or not self._quant.any_weights:
             return weight
         if self._quantised is None:
-            self._quantised = frozenset(self._sources(names, self._quant))
+            found: set[str] = set()
+            for ours, spec in checkpoint_plan(self._config, names).items():
+                sources = [piece.source for piece in spec.slices]
+                if should_quantise(ours, sources, self._quant):  # layers that are fused: all, or none
+                    found.update(sources)
+            self._quantised = frozenset(found)
         return quantise(weight.to(self._dtype), self._quant) if name in self._quantised else weight
-
-    def _sources(self, names: Collection[str], quant: QuantConfig) -> set[str]:
-        """The layers to quantise. Layers that are fused at load time are all quantised, or none."""
-        found: set[str] = set()
-        for ours, spec in checkpoint_plan(self._config, names).items():
-            sources = [piece.source for piece in spec.slices]
-            if should_quantise(ours, sources, quant):
-                found.update(sources)
-        return found

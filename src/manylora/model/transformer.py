@@ -6,14 +6,13 @@ from statistics import NormalDist
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.config.model import ModelConfig
 from manylora.kernels.panels import Panels, look_up
 from manylora.kernels.quantised import weight_bytes
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import LoraTarget, Weight
+from manylora.kernels.spec import LoraTarget
 from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
 from manylora.model.extras import adapt_embedding
@@ -35,7 +34,14 @@ class Transformer:
         self._device = weights["embed"].device
         self._head, self._head_bias = weights["head.weight"], weights.get("head.bias")
         self.classifier = ClassificationHead.of_weights(weights, config.head_dense_activation)
-        self.head_layer = self._head_layer()
+        self.head_layer: HeadLayer | None = None
+        if config.head_layer is not None and "head_layer.weight" in weights:
+            norm = None
+            if config.head_layer.norm:
+                part = "head_layer.norm"
+                norm = weights[f"{part}.weight"], weights.get(f"{part}.bias"), config.norm_eps
+            weight, bias = weights["head_layer.weight"], weights.get("head_layer.bias")
+            self.head_layer = HeadLayer(config.head_layer, weight, bias, norm)
         self.dense: tuple[HeadLayer, ...] = ()  # applied after pooling, for embeddings
         scale = config.attention_scale
         self._attention_scale = config.head_dim**-0.5 if scale is None else scale
@@ -50,7 +56,11 @@ class Transformer:
     @property
     def has_quantised_experts(self) -> bool:
         """Whether the weights of any expert are quantised."""
-        return any(".expert." in name and _is_quantised(w) for name, w in self._weights.items())
+        experts = [weight for name, weight in self._weights.items() if ".expert." in name]
+        return any(
+            weight.scales is not None if isinstance(weight, Panels) else not isinstance(weight, Tensor)
+            for weight in experts
+        )
 
     def _embed_tokens(self, batch: ForwardBatch, table: Tensor | Panels, name: str) -> Tensor:
         """Scaled embeddings [T, hidden] of `batch.input_ids`. name: of the table in an adapter's extras."""
@@ -58,14 +68,6 @@ class Transformer:
         if batch.lora is not None and batch.lora.extras:
             adapt_embedding(x, batch.input_ids, batch.lora.extras, name)
         return x if self.config.embedding_scale == 1 else x * self._embedding_scale
-
-    def _add_types(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """Add the embeddings of token types, which tell two texts of a prompt apart."""
-        count = self.config.token_types
-        if not count:
-            return x
-        types = torch.zeros_like(batch.input_ids) if batch.token_types is None else batch.token_types
-        return x + F.embedding(types.clamp(max=count - 1), self._weights["token_types"])
 
     def _look_up(self, ids: Tensor, table: Tensor | Panels) -> Tensor:
         return look_up(ids, table).to(self.dtype)
@@ -95,13 +97,14 @@ class Transformer:
             LoraTarget(LoraModuleId.MLP_GATE, 0, inner),
             LoraTarget(LoraModuleId.MLP_H_TO_4H, inner, inner),
         )
+        share = config.sparsity[layer] if config.sparsity else 0.0  # of gates that become 0
         targets = gated if config.gated_mlp else (LoraTarget(LoraModuleId.MLP_H_TO_4H, 0, inner),)
         return Mlp(
             up_gate=self._linear(layer, "up_gate", *targets),
             down=self._linear(layer, "down", LoraTarget(LoraModuleId.MLP_4H_TO_H, 0, config.hidden_size)),
             activation=config.activation,
             gated=config.gated_mlp,
-            cutoff=_cutoff(config.sparsity[layer]) if config.sparsity else None,
+            cutoff=NormalDist().inv_cdf(share) if share else None,
             scales=config.mlp_scales,
         )
 
@@ -109,20 +112,6 @@ class Transformer:
         name = f"{layer}.{name}"
         weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
         return LoraLinear(self._ops, layer, weight, bias, targets)
-
-    def _head_layer(self) -> HeadLayer | None:
-        """None if the checkpoint has no such layer."""
-        weights, own = self._weights, self.config.head_layer
-        if own is None or "head_layer.weight" not in weights:
-            return None
-        norm = None
-        if own.norm:
-            norm = (
-                weights["head_layer.norm.weight"],
-                weights.get("head_layer.norm.bias"),
-                self.config.norm_eps,
-            )
-        return HeadLayer(own, weights["head_layer.weight"], weights.get("head_layer.bias"), norm)
 
     def _norm(self, name: str, extra: str) -> Norm | None:
         """name: of our weights. extra: in an adapter's extras. None: the family has no such norm."""
@@ -135,14 +124,3 @@ class Transformer:
         if bias is None and config.norm.startswith("layer"):
             bias = torch.zeros_like(weight)
         return Norm(self._ops, weight, bias, config.norm_eps, extra, config.norm.endswith("plus_one"))
-
-
-def _is_quantised(weight: Weight) -> bool:
-    return weight.scales is not None if isinstance(weight, Panels) else not isinstance(weight, Tensor)
-
-
-def _cutoff(share: float) -> float | None:
-    """How many standard deviations above the mean this share of a normal distribution lies below. None: no
-    cutoff.
-    """
-    return NormalDist().inv_cdf(share) if share else None

@@ -166,9 +166,7 @@ def _check_rounding(algo: str | None, device: Device) -> bool:
 
 
 def _with_own_head(config: ModelConfig, files: Files) -> ModelConfig:
-    """The config of a checkpoint whose head differs from the embedding: they are not tied then, as in
-    transformers 5, whatever config.json says.
-    """
+    """As in transformers 5, whatever config.json says: a head that differs from the embedding is not tied."""
     if not config.tie_word_embeddings or config.encoder is not None:
         return config
     head = f"{head_name(config, files)}.weight"
@@ -236,27 +234,22 @@ def open_checkpoint(
 
 
 def plan_of_files(config: ModelConfig, files: Files) -> Plan:
-    """The plan of this checkpoint. Experts' matrices in one tensor may have either orientation. Reads
-    headers.
-    """
+    """The plan of this checkpoint, in which stacked experts may have either orientation. Reads headers."""
     plan = checkpoint_plan(config, files)
     if config.moe is None or not config.moe.either_way:
         return plan
-    return {name: _as_stored(spec, files) if spec.transposed else spec for name, spec in plan.items()}
-
-
-def _as_stored(spec: WeightSpec, files: Files) -> WeightSpec:
-    turned, source = replace(spec, transposed=False), spec.slices[0].source
-    found = tuple(files[source].get_slice(source).get_shape()) if source in files else ()
-    return turned if found == turned.checkpoint_shape(spec.slices[0]) else spec
+    for name, spec in plan.items():
+        turned, source = replace(spec, transposed=False), spec.slices[0].source
+        if spec.transposed and source in files:
+            found = tuple(files[source].get_slice(source).get_shape())
+            plan[name] = turned if found == turned.checkpoint_shape(spec.slices[0]) else spec
+    return plan
 
 
 def check_names(
     files: Files, plan: Plan, config: ModelConfig, quant: QuantConfig | None
 ) -> CheckpointWeights:
-    """The checkpoint's quantised weights. Raises ConfigError unless it has exactly the tensors of the plan,
-    and can be quantised according to `quant`.
-    """
+    """Raises ConfigError unless it has exactly the tensors of the plan, and can be quantised as asked."""
     stored = CheckpointWeights(config.quant, files.keys())
     sources = {piece.source for spec in plan.values() for piece in spec.slices}
     wanted = {name for source in sources for name in stored.names(source)}
@@ -272,18 +265,17 @@ def check_names(
     unused = unused_prefixes(config)
     rest = files.keys() - wanted
     unknown = {n for n in rest if not n.endswith(IGNORED_SUFFIXES) and not n.startswith(unused)}
-    unknown = {n for n in unknown if not stored.is_left_out(n) or _is_nonzero_bias(n, files, stored)}
+    unknown = {  # not biases that the model does not have, if they are all zeros
+        n
+        for n in unknown
+        if not stored.is_left_out(n) or (stored.is_spare_bias(n) and bool(files[n].get_tensor(n).any()))
+    }
     if unknown:
         raise ConfigError(
             f"the checkpoint holds {min(unknown)}, which {config.architecture} with this config.json does "
             f"not use ({len(unknown)} such tensors)"
         )
     return stored
-
-
-def _is_nonzero_bias(name: str, files: Files, stored: CheckpointWeights) -> bool:
-    """Whether this is a bias that the model does not have and that is not all zeros."""
-    return stored.is_spare_bias(name) and bool(files[name].get_tensor(name).any())
 
 
 class _SpecRows:
@@ -375,7 +367,8 @@ class _WeightReader:
         dtype = _loaded_dtype(name, spec, self.files, self.dtype, self.device)
         sources = [piece.source for piece in spec.slices]
         if self.quant and should_quantise(name, sources, self.quant):
-            whole = _SpecRows(spec.with_all_columns(), self.files, dtype, self.device).whole()
+            every = replace(spec, columns=spec.all_columns or spec.columns, first_column=0, all_columns=0)
+            whole = _SpecRows(every, self.files, dtype, self.device).whole()
             with _naming(sources[0]):
                 quantised = quantise(whole.to(self.dtype), self.quant).columns(spec.column_range)
             return ops.pack(quantised, routed)
@@ -401,9 +394,7 @@ class _WeightReader:
         return made if isinstance(made, Panels) or spec.wide else made.to(self.dtype)
 
     def _pack_blocks(self, spec: WeightSpec) -> Weight | None:
-        """A weight of a GGUF file straight from its bytes. None if the device cannot, or if a slice has
-        another shape, or if only some columns are wanted.
-        """
+        """Straight from a GGUF file's bytes. None if the device cannot, or for some columns only."""
         ops = self.device.ops
         if self.dtype != torch.float32 or spec.all_columns:
             return None
@@ -466,9 +457,7 @@ def read_quantised(
     device: torch.device,
     expert: int | None = None,
 ) -> QuantisedWeight:
-    """A quantised weight [rows, columns] of the checkpoint, or of one expert in a stack. Raises
-    ConfigError.
-    """
+    """A quantised weight [rows, columns] of the checkpoint, or of one expert. Raises ConfigError."""
 
     def read(name: str) -> Tensor:
         file = files[name]

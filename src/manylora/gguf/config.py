@@ -229,9 +229,7 @@ def config_json(header: Header, factors: Callable[[str], list[float]]) -> dict[s
 
 
 def _of_both(scaling: dict[str, Any], own: dict[str, Any] | None) -> dict[str, Any]:
-    """What an architecture adds to its rotary scaling. If the file has none, the default of the architecture
-    is not used.
-    """
+    """What an architecture adds to its rotary scaling; its default is not used without one in the file."""
     if own is None:
         return {}
     if not scaling:

@@ -56,9 +56,7 @@ def block_sizes() -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """shape: as in PyTorch, outputs first. kind: a name in READ. offset: bytes from the file's start. part:
-    for a file in several parts, the index of its part.
-    """
+    """shape: outputs first. kind: a name in READ. offset: from the start of part number `part`."""
 
     name: str
     shape: tuple[int, ...]
@@ -123,9 +121,7 @@ class _Reader:
         return Header(self._path, metadata, self._placed(found, metadata))
 
     def _placed(self, found: list[TensorInfo], metadata: dict[str, Any]) -> dict[str, TensorInfo]:
-        """The tensors with offsets from the file's start. Raises ValueError for an offset outside of the
-        file.
-        """
+        """The tensors with offsets from the file's start, which must lie in the file."""
         align = metadata.get("general.alignment", 32)
         if not isinstance(align, int) or not 1 <= align <= LARGEST_ALIGNMENT or align & (align - 1):
             raise ValueError(

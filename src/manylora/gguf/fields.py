@@ -34,9 +34,7 @@ def experts(one: Metadata, count: str = "num_experts") -> dict[str, Any]:
 
 
 def routed(one: Metadata, normalised: bool = True) -> dict[str, Any]:
-    """Experts of DeepSeek's kind: in groups, with a scale, and with experts that every token uses.
-    normalised: whether weights are, if the file does not say.
-    """
+    """Experts of DeepSeek's kind. normalised: whether weights are, if the file does not say."""
     return {
         **experts(one, "n_routed_experts"),
         "n_shared_experts": one.number("expert_shared_count", 0),
@@ -272,9 +270,7 @@ def gpt_oss(one: Metadata) -> dict[str, Any]:
 
 
 def deepseek2(one: Metadata) -> dict[str, Any]:
-    """Version 2, 3, or GLM 4.7 Flash, which routes tokens as version 3. Where the file has no separate
-    lengths for latent attention, it was written before those came.
-    """
+    """Version 2, 3, or GLM 4.7 Flash; old files have no separate lengths for latent attention."""
     rope = one.number("rope.dimension_count")
     own = "_mla" if one.get("attention.key_length_mla") is not None else ""
     fields: dict[str, Any] = {

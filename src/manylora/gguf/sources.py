@@ -68,9 +68,7 @@ class Target:
 
 
 def read_targets(header: Header) -> dict[str, Target]:
-    """By names in the checkpoint. A tensor that its architecture does not have keeps its own name. Raises
-    ConfigError.
-    """
+    """By names in the checkpoint, or their own name if the architecture lacks them. Raises ConfigError."""
     return _Reader(header).targets()
 
 

@@ -320,9 +320,7 @@ def _word_pieces(header: Header, tokens: list[str]) -> dict[str, Any]:
 
 
 def _unigram(header: Header, tokens: list[str]) -> dict[str, Any]:
-    """As of T5 and XLM-RoBERTa. Entries that only fill the vocabulary do not lower what an unknown character
-    costs.
-    """
+    """As of T5 and XLM-RoBERTa. Tokens that only fill the vocabulary do not change an unknown one's cost."""
     scores, types = _scores(header, tokens), _types(header, len(tokens))
     least = min((one for one, sort in zip(scores, types, strict=True) if sort == NORMAL), default=0.0)
     prefixed = bool(header.metadata.get("tokenizer.ggml.add_space_prefix", True))

@@ -47,9 +47,7 @@ def checkpoint_quant(raw: Mapping[str, Any], model_dir: Path) -> CheckpointQuant
 
 
 def read_checkpoint_quant(raw: Mapping[str, Any]) -> CheckpointQuant | None:
-    """raw: the `quantization_config` of config.json. None: plain weights. Raises ValueError that names what
-    is not supported.
-    """
+    """raw: `quantization_config`. None: plain weights. Raises ValueError for what is not supported."""
     if not raw:
         return None
     method = raw.get("quant_method")

@@ -44,18 +44,14 @@ UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale
 
 
 class CheckpointWeights:
-    """quant: from the checkpoint's config.json; None: plain weights, or a directory of `manylora build`.
-    names: of all tensors in the checkpoint.
-    """
+    """quant: of the checkpoint; None: plain, or built here. names: of all its tensors."""
 
     def __init__(self, quant: CheckpointQuant | None, names: Collection[str]) -> None:
         self._quant, self._names = quant, names
         self._method = "built" if quant is None else quant.method
 
     def parts(self, source: str) -> dict[str, str]:
-        """Suffix -> name of the tensors of the quantised weight `source`. Empty if it is a plain weight or
-        missing. Raises ConfigError if only some of them exist.
-        """
+        """Suffix -> tensor of the quantised weight `source`; {} if it is plain. ConfigError if incomplete."""
         if not source.endswith("weight") and self._method != "mxfp4":
             return {}
         stem, layouts_known = source.removesuffix("weight"), TENSORS[self._method]
@@ -74,9 +70,7 @@ class CheckpointWeights:
         return set(self.parts(source).values()) or {source}
 
     def is_left_out(self, name: str) -> bool:
-        """Whether a tensor is not loaded: scales of activations, keys and values, which are not quantised
-        here, and spare biases.
-        """
+        """Scales of activations, keys and values, which are not quantised here, and spare biases."""
         return self._quant is not None and (name.endswith(UNUSED) or self.is_spare_bias(name))
 
     def is_spare_bias(self, name: str) -> bool:

@@ -157,9 +157,7 @@ def _four_bits(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
 
 
 def _eight_bits(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
-    """weight: int8 [N, K], in units of 1/127 of the row's largest magnitude, which is SCB, float32 [N].
-    Raises ConfigError.
-    """
+    """weight: int8 [N, K], in units of 1/127 of the row's largest magnitude, SCB float32 [N]."""
     weight, largest = tensors["weight"], tensors["SCB"]
     rows = len(weight)
     if weight.dtype != torch.int8 or tuple(weight.shape) != (rows, columns):

@@ -76,29 +76,6 @@ def _eight(values: Tensor, scales: Tensor, offsets: Tensor | None, columns: int)
     return QuantisedWeight(values.to(torch.int8).reshape(len(values), columns), scales, offsets)
 
 
-def _q4_0(blocks: Tensor, columns: int) -> QuantisedWeight:
-    return _four(_low_high(blocks[..., 2:]), _half(blocks, 0), None, columns)
-
-
-def _q4_1(blocks: Tensor, columns: int) -> QuantisedWeight:
-    return _four(_low_high(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2), columns)
-
-
-def _q5_0(blocks: Tensor, columns: int) -> QuantisedWeight:
-    values = (_low_high(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])).to(torch.int8) - 16
-    return _eight(values, _half(blocks, 0), None, columns)
-
-
-def _q5_1(blocks: Tensor, columns: int) -> QuantisedWeight:
-    values = _low_high(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return _eight(values, _half(blocks, 0), _half(blocks, 2), columns)
-
-
-def _q8_0(blocks: Tensor, columns: int) -> QuantisedWeight:
-    values = blocks[..., 2:].contiguous().view(torch.int8)
-    return QuantisedWeight(values.reshape(len(blocks), columns), _half(blocks, 0))
-
-
 def _scales_of_eight(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """For Q4_K and Q5_K: a scale and an offset for each 32 of a block's 256 inputs, float32 [N, G]."""
     low, mid, high = blocks[..., 4 : 4 + SCALE_BYTES].split(4, dim=-1)
@@ -152,10 +129,6 @@ def _q3_k(blocks: Tensor, columns: int) -> QuantisedWeight:
     return _four(values, scales.flatten(1), None, columns)
 
 
-def _iq4_nl(blocks: Tensor, columns: int) -> QuantisedWeight:
-    return _eight(IQ4[_low_high(blocks[..., 2:]).int()], _half(blocks, 0), None, columns)
-
-
 def _iq4_xs(blocks: Tensor, columns: int) -> QuantisedWeight:
     values = IQ4[_low_high(blocks[..., 8:].unflatten(-1, (8, 16))).int()]
     upper = ((blocks[..., 2:4].unsqueeze(-1) >> PAIRS) & 3).flatten(-2)
@@ -164,19 +137,28 @@ def _iq4_xs(blocks: Tensor, columns: int) -> QuantisedWeight:
     return _eight(values, scales.flatten(1), None, columns)
 
 
-def _tq2_0(blocks: Tensor, columns: int) -> QuantisedWeight:
-    """Values from -1 to 2, one scale per 256 inputs."""
-    return _four(_pairs(blocks[..., :64]) + 7, _half(blocks, 64), None, columns)
-
-
-def _mxfp4(blocks: Tensor, columns: int) -> QuantisedWeight:
-    codes = halves_to_bytes(_low_high(blocks[..., 1:]).flatten(1)).unflatten(1, (-1, 16))
-    return mxfp4(codes, blocks[..., 0], columns)
+def _five(blocks: Tensor, at: int) -> Tensor:
+    """Q5_0 and Q5_1: values from 0 to 31. at: the first byte of their fifth bits."""
+    return _low_high(blocks[..., at + 4 :]) | _fifth_bits(blocks[..., at : at + 4])
 
 
 LAYOUTS: dict[str, Callable[[Tensor, int], QuantisedWeight]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "TQ2_0": _tq2_0,
-    "MXFP4": _mxfp4,
-}  # fmt: skip
-"""The function that reads a type which stays quantised, by its name."""
+    "Q4_0": lambda b, n: _four(_low_high(b[..., 2:]), _half(b, 0), None, n),
+    "Q4_1": lambda b, n: _four(_low_high(b[..., 4:]), _half(b, 0), _half(b, 2), n),
+    "Q5_0": lambda b, n: _eight(_five(b, 2).to(torch.int8) - 16, _half(b, 0), None, n),
+    "Q5_1": lambda b, n: _eight(_five(b, 4), _half(b, 0), _half(b, 2), n),
+    "Q8_0": lambda b, n: _eight(b[..., 2:].contiguous().view(torch.int8), _half(b, 0), None, n),
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": lambda b, n: _eight(IQ4[_low_high(b[..., 2:]).int()], _half(b, 0), None, n),
+    "IQ4_XS": _iq4_xs,
+    # Values from -1 to 2, one scale per 256 inputs.
+    "TQ2_0": lambda b, n: _four(_pairs(b[..., :64]) + 7, _half(b, 64), None, n),
+    "MXFP4": lambda b, n: mxfp4(
+        halves_to_bytes(_low_high(b[..., 1:]).flatten(1)).unflatten(1, (-1, 16)), b[..., 0], n
+    ),
+}
+"""The function that reads a type which stays quantised, from its blocks [N, B, bytes] and its columns."""

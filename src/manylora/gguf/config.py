@@ -67,7 +67,13 @@ ARCHITECTURES = {
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen2moe" + EXPERTS: Architecture("Qwen2MoeForCausalLM", of.qwen2_moe, known.QWEN_MOE),
     "qwen3": Architecture("Qwen3ForCausalLM", lambda one: {"attention_bias": one.in_any("attn_q.bias")}),
-    "qwen3moe" + EXPERTS: Architecture("Qwen3MoeForCausalLM", of.qwen3_moe, known.QWEN_MOE),
+    "qwen3moe" + EXPERTS: Architecture(
+        "Qwen3MoeForCausalLM",
+        lambda one: {
+            **of.experts(one), "norm_topk_prob": True, "attention_bias": one.in_any("attn_q.bias"),
+        },
+        known.QWEN_MOE,
+    ),
     "qwen3next" + EXPERTS: Architecture(
         "Qwen3NextForCausalLM", of.delta, known.QWEN35, joined=DELTA, delta_grouped=True, plus_one=True
     ),
@@ -79,7 +85,14 @@ ARCHITECTURES = {
         "PhiForCausalLM", of.partial, known.PHI2, {**OUTSIDE, "output_norm": "model.final_layernorm"},
         eps="layer_norm_eps",
     ),
-    "phi3": Architecture("Phi3ForCausalLM", of.phi3, known.PHI3),
+    "phi3": Architecture(
+        "Phi3ForCausalLM",
+        lambda one: {
+            "partial_rotary_factor": one.rotated_share,
+            "sliding_window": one.number("attention.sliding_window", 0) or None,
+        },
+        known.PHI3,
+    ),
     "gemma": Architecture("GemmaForCausalLM", plus_one=True),
     "gemma2": Architecture("Gemma2ForCausalLM", of.gemma, known.GEMMA2, plus_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", of.gemma, known.GEMMA2, plus_one=True),
@@ -102,35 +115,65 @@ ARCHITECTURES = {
         turned=True,
     ),
     "granitehybrid" + BAMBA: Architecture(
-        "BambaForCausalLM", of.bamba, known.BAMBA, known.BAMBA_OUTSIDE, turned=True
+        "BambaForCausalLM",
+        lambda one: {  # half of each head is rotated, whatever the file says
+            **of.biases(one), **of.mamba2(one), "num_key_value_heads": of.attended_heads(one),
+            "attn_layer_indices": [n for n in range(one.layers) if one.has(f"blk.{n}.attn_q.weight")],
+        },
+        known.BAMBA, known.BAMBA_OUTSIDE, turned=True,
     ),
     "falcon-h1": Architecture("FalconH1ForCausalLM", of.falcon_h1, known.FALCON_H1, known.BAMBA_OUTSIDE),
     "olmo2": Architecture("Olmo2ForCausalLM", of.olmo2, known.POST_NORM),
     "olmoe" + EXPERTS: Architecture(
         "OlmoeForCausalLM", lambda one: {**of.experts(one), "norm_topk_prob": False}, known.QWEN_MOE
     ),
-    "exaone4": Architecture("Exaone4ForCausalLM", of.exaone4, known.POST_NORM),
+    "exaone4": Architecture(
+        "Exaone4ForCausalLM", lambda one: {"sliding_window": None, **of.pattern(one)}, known.POST_NORM
+    ),
     "smollm3": Architecture("SmolLM3ForCausalLM", of.biases, turned=True),
     "lfm2": Architecture("Lfm2ForCausalLM", of.lfm2, known.LFM2, known.LFM2_OUTSIDE, eps="norm_eps"),
     "lfm2moe" + EXPERTS: Architecture(
         "Lfm2MoeForCausalLM", of.lfm2_moe, known.LFM2, known.LFM2_OUTSIDE, eps="norm_eps"
     ),
-    "command-r": Architecture("CohereForCausalLM", of.cohere, eps="layer_norm_eps"),
-    "cohere2": Architecture("Cohere2ForCausalLM", of.cohere2, eps="layer_norm_eps"),
+    "command-r": Architecture(
+        "CohereForCausalLM",
+        lambda one: {
+            "logit_scale": one.number("logit_scale"), **of.biases(one),
+            "use_qk_norm": one.in_any("attn_q_norm.weight"),
+        },
+        eps="layer_norm_eps",
+    ),
+    "cohere2": Architecture(
+        "Cohere2ForCausalLM",
+        lambda one: {"logit_scale": one.number("logit_scale"), **of.biases(one), **of.pattern(one)},
+        eps="layer_norm_eps",
+    ),
     "deepseek2" + EXPERTS: Architecture("DeepseekV3ForCausalLM", of.deepseek2, known.DEEPSEEK),
     "chatglm": Architecture("GlmForCausalLM", of.glm, known.GLM),
     "glm4": Architecture("Glm4ForCausalLM", of.glm, known.GLM4),
-    "glm4moe" + EXPERTS: Architecture("Glm4MoeForCausalLM", of.glm4_moe, known.GLM4_MOE),
-    "ernie4_5": Architecture("Ernie4_5ForCausalLM", of.ernie),
+    "glm4moe" + EXPERTS: Architecture(
+        "Glm4MoeForCausalLM",
+        lambda one: {
+            **of.routed(one), **of.partial(one), "use_qk_norm": one.in_any("attn_q_norm.weight"),
+        },
+        known.GLM4_MOE,
+    ),
+    "ernie4_5": Architecture(
+        "Ernie4_5ForCausalLM", lambda one: {"use_bias": one.in_any("attn_q.bias")}
+    ),
     "ernie4_5-moe" + EXPERTS: Architecture("Ernie4_5_MoeForCausalLM", of.ernie_moe, known.ERNIE_MOE),
     "nemotron": Architecture("NemotronForCausalLM", of.partial, eps="norm_eps", plus_one=True),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe" + EXPERTS: NEMOTRON_H,
     "stablelm": Architecture("StableLmForCausalLM", of.stablelm, known.STABLELM, eps="layer_norm_eps"),
-    "starcoder2": Architecture("Starcoder2ForCausalLM", of.starcoder2, known.STARCODER2, eps="norm_epsilon"),
+    "starcoder2": Architecture(
+        "Starcoder2ForCausalLM",
+        lambda one: {"use_bias": one.in_any("attn_q.bias"), "sliding_window": None},
+        known.STARCODER2, eps="norm_epsilon",
+    ),
     "gpt2": Architecture(
-        "GPT2LMHeadModel", of.gpt2, known.GPT2, known.GPT2_OUTSIDE, "transformer.h", "layer_norm_epsilon",
-        flipped=True,
+        "GPT2LMHeadModel", lambda one: {"n_inner": one.inner_size}, known.GPT2,
+        known.GPT2_OUTSIDE, "transformer.h", "layer_norm_epsilon", flipped=True,
     ),
     "gptneox": Architecture(
         "GPTNeoXForCausalLM", of.neox, known.NEOX, known.NEOX_OUTSIDE, "gpt_neox.layers", "layer_norm_eps",
@@ -224,17 +267,13 @@ def config_json(header: Header, factors: Callable[[str], list[float]]) -> dict[s
         made["num_key_value_heads"] = one.number("attention.head_count_kv", one.heads)
     if "rope_parameters" in made:
         return made
-    scaling = _scaling(one, factors)
-    return made | scaling | _of_both(scaling, fields.get("rope_scaling"))
-
-
-def _of_both(scaling: dict[str, Any], own: dict[str, Any] | None) -> dict[str, Any]:
-    """What an architecture adds to its rotary scaling; its default is not used without one in the file."""
-    if own is None:
-        return {}
-    if not scaling:
-        return {"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}
-    return {"rope_scaling": scaling["rope_scaling"] | own}
+    scaling, more = _scaling(one, factors), fields.get("rope_scaling")
+    made |= scaling
+    if more is not None and scaling:
+        made["rope_scaling"] = scaling["rope_scaling"] | more
+    elif more is not None:  # without one in the file, the architecture's default is not used
+        made |= {"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}
+    return made
 
 
 def _scaling(one: Metadata, factors: Callable[[str], list[float]]) -> dict[str, Any]:

@@ -75,11 +75,6 @@ def mistral3(one: Metadata) -> dict[str, Any]:
     return {"rope_scaling": own, "sliding_window": None}
 
 
-def phi3(one: Metadata) -> dict[str, Any]:
-    window = one.number("attention.sliding_window", 0) or None
-    return {"partial_rotary_factor": one.rotated_share, "sliding_window": window}
-
-
 def gemma(one: Metadata) -> dict[str, Any]:
     size = one.count("embedding_length")
     largest = LARGEST_GEMMAS.get(one.kind) == one.layers
@@ -137,13 +132,6 @@ def mamba2(one: Metadata) -> dict[str, Any]:
         "mamba_conv_bias": one.in_any("ssm_conv1d.bias"),
         "mamba_proj_bias": one.in_any("ssm_in.bias"),
     }
-
-
-def bamba(one: Metadata) -> dict[str, Any]:
-    """Half of each head is rotated, whatever the file says."""
-    attended = [n for n in range(one.layers) if one.has(f"blk.{n}.attn_q.weight")]
-    fields = {"attn_layer_indices": attended, "num_key_value_heads": attended_heads(one)}
-    return {**biases(one), **mamba2(one), **fields}
 
 
 def falcon_h1(one: Metadata) -> dict[str, Any]:
@@ -208,26 +196,9 @@ def olmo2(one: Metadata) -> dict[str, Any]:
     return {"architectures": ["Olmo3ForCausalLM"], **fields}
 
 
-def exaone4(one: Metadata) -> dict[str, Any]:
-    return {"sliding_window": None, **pattern(one)}
-
-
 def glm(one: Metadata) -> dict[str, Any]:
     biased = one.in_any("attn_q.bias") or one.in_any("attn_qkv.bias")
     return {"attention_bias": biased, "partial_rotary_factor": one.rotated_share}
-
-
-def cohere(one: Metadata) -> dict[str, Any]:
-    fields = {"logit_scale": one.number("logit_scale"), **biases(one)}
-    return fields | {"use_qk_norm": one.in_any("attn_q_norm.weight")}
-
-
-def cohere2(one: Metadata) -> dict[str, Any]:
-    return {"logit_scale": one.number("logit_scale"), **biases(one), **pattern(one)}
-
-
-def ernie(one: Metadata) -> dict[str, Any]:
-    return {"use_bias": one.in_any("attn_q.bias")}
 
 
 def ernie_moe(one: Metadata) -> dict[str, Any]:
@@ -252,10 +223,6 @@ def qwen2_moe(one: Metadata) -> dict[str, Any]:
         "qkv_bias": one.in_any("attn_q.bias"),
         "norm_topk_prob": False,
     }
-
-
-def qwen3_moe(one: Metadata) -> dict[str, Any]:
-    return {**experts(one), "norm_topk_prob": True, "attention_bias": one.in_any("attn_q.bias")}
 
 
 def gpt_oss(one: Metadata) -> dict[str, Any]:
@@ -292,10 +259,6 @@ def deepseek2(one: Metadata) -> dict[str, Any]:
         return fields
     method = "group_limited_greedy" if fields["n_group"] > 1 else "greedy"
     return {**fields, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": method}
-
-
-def glm4_moe(one: Metadata) -> dict[str, Any]:
-    return {**routed(one), **partial(one), "use_qk_norm": one.in_any("attn_q_norm.weight")}
 
 
 def llama4(one: Metadata) -> dict[str, Any]:
@@ -350,10 +313,6 @@ def delta(one: Metadata) -> dict[str, Any]:
     return {**fields, **experts(one), "shared_expert_intermediate_size": inner, "norm_topk_prob": True}
 
 
-def gpt2(one: Metadata) -> dict[str, Any]:
-    return {"n_inner": one.inner_size}
-
-
 def neox(one: Metadata) -> dict[str, Any]:
     return {
         "rotary_pct": one.rotated_share,
@@ -372,10 +331,6 @@ def falcon(one: Metadata) -> dict[str, Any]:
         "ffn_hidden_size": one.inner_size,
         "bias": one.in_any("attn_qkv.bias"),
     }
-
-
-def starcoder2(one: Metadata) -> dict[str, Any]:
-    return {"use_bias": one.in_any("attn_q.bias"), "sliding_window": None}
 
 
 def stablelm(one: Metadata) -> dict[str, Any]:

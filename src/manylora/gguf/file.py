@@ -62,7 +62,10 @@ class GgufFile:
         kinds = {part.info.kind for part in target.parts}
         kind = kinds.pop() if target.stays and len(kinds) == 1 else None
         one = None if kind is None else sample(kind)
-        if kind is not None and one is not None and target.keeps_groups(one.group_size):
+        if one is not None and target.runs is not None:  # inputs with one scale must stay together
+            run = target.parts[0].info.shape[-1] // len(target.runs)
+            one = one if run % one.group_size == 0 else None
+        if kind is not None and one is not None:
             weight = parts[0] if target.make is None else MadeWeight(target, parts)
             stored = sum(part.stored_bytes for part in parts)
             self.added_bytes += stored * one.nbytes // block_sizes()[kind][1] - stored

@@ -62,10 +62,6 @@ class Target:
     rows: Tensor | None = None
     runs: Tensor | None = None
 
-    def keeps_groups(self, size: int) -> bool:
-        """Whether a group of so many inputs with one scale stays together."""
-        return self.runs is None or self.parts[0].info.shape[-1] // len(self.runs) % size == 0
-
 
 def read_targets(header: Header) -> dict[str, Target]:
     """By names in the checkpoint, or their own name if the architecture lacks them. Raises ConfigError."""
@@ -118,17 +114,33 @@ class _Reader:
             for source in found:
                 self._check_kind(source.info)
             count = sum(source.info.shape[0] for source in found)
-            rows = self._delta_groups(count) if self._own.delta_grouped else torch.arange(count)
+            rows = torch.arange(count)
+            if self._own.delta_grouped:  # the rows of q, k, v and z in groups of one key head
+                keys = self._one.count("ssm.group_count")
+                key, value = self._one.count("ssm.state_size") * keys, self._one.count("ssm.inner_size")
+                if count != 2 * key + 2 * value or value % keys:
+                    raise self._error(f"q, k, v and z have {count} rows, which are not of {keys} key heads")
+                groups = [part.view(keys, -1) for part in rows.split([key, key, value, value])]
+                rows = torch.cat(groups, dim=1).view(-1)
             shape = count, *found[0].info.shape[1:]
             return Target(found, lambda parts: torch.cat(list(parts))[rows], shape, rows=rows)
-        (heads, rank, keys), values = found[0].info.shape, found[1].info.shape[1]
-        return Target(found, _keys_and_values, (heads * (keys + values), rank), stays=False)
+        (heads, rank, dim), values = found[0].info.shape, found[1].info.shape[1]
+        return Target(  # k [heads, rank, dim] and v [heads, values, rank]
+            found,
+            lambda parts: torch.cat((parts[0].transpose(1, 2), parts[1]), dim=1).flatten(0, 1),
+            (heads * (dim + values), rank),
+            stays=False,
+        )
 
     def _named(self, names: tuple[str, ...], info: TensorInfo, rest: str) -> dict[str, Target]:
         """names: of tensors that have the rows of `info` one after the other."""
         if "{}" not in names[0]:
-            parts = zip(names, _split(info, self._sizes(info, len(names))), strict=True)
-            return {name: self._target(name, part, rest) for name, part in parts}
+            found, offset, row = {}, info.offset, info.nbytes // info.shape[0]
+            for name, rows in zip(names, self._sizes(info, len(names)), strict=True):
+                part = replace(info, shape=(rows, *info.shape[1:]), offset=offset)
+                found[name] = self._target(name, part, rest)
+                offset += rows * row
+            return found
         count, *shape = info.shape
         if not shape or count > MOST_STACKED:
             raise self._error(
@@ -164,7 +176,11 @@ class _Reader:
         elif rest in VECTORS or (len(info.shape) == 2 and name.endswith("bias")):
             info = replace(info, shape=(math.prod(info.shape),))
         self._check_kind(info)
-        source = Source(info, self._rows(name, info), change=self._change(name, rest))
+        source = Source(info, self._rows(name, info))
+        if rest == "ssm_a":
+            source = replace(source, change=lambda values: (-values.float()).log())
+        elif self._own.plus_one and name.endswith("norm.weight") and rest != "ssm_norm.weight":
+            source = replace(source, change=lambda values: values - 1)
         if rest in CONVOLUTIONS:
             source = replace(source, shape=(info.shape[0], 1, info.shape[-1]))
         if self._own.flipped and len(info.shape) == 2 and name.startswith(self._own.layers):
@@ -183,13 +199,6 @@ class _Reader:
                 stays=False,
             )
         return Target((source,), stays=rest not in SMALL)
-
-    def _change(self, name: str, rest: str) -> Callable[[Tensor], Tensor]:
-        if rest == "ssm_a":
-            return lambda values: (-values.float()).log()
-        if self._own.plus_one and name.endswith("norm.weight") and rest != "ssm_norm.weight":
-            return lambda values: values - 1
-        return lambda values: values
 
     def _rows(self, name: str, info: TensorInfo) -> Tensor | None:
         stem, count, dim = name.rpartition(".")[0] or name, info.shape[0], self._one.head_dim
@@ -231,15 +240,6 @@ class _Reader:
         heads = self._one.count("ssm.time_step_rank")
         return self._error(f"{info.name} has {count} {what}, which are not of {heads} value heads")
 
-    def _delta_groups(self, count: int) -> Tensor:
-        """The same for the rows of q, k, v and z in groups of one key head."""
-        keys = self._one.count("ssm.group_count")
-        key, value = self._one.count("ssm.state_size") * keys, self._one.count("ssm.inner_size")
-        if count != 2 * key + 2 * value or value % keys:
-            raise self._error(f"q, k, v and z have {count} rows, which are not of {keys} key heads")
-        parts = torch.arange(2 * key + 2 * value).split([key, key, value, value])
-        return torch.cat([part.view(keys, -1) for part in parts], dim=1).view(-1)
-
 
 def _names(name: str, table: Names, prefix: str = "") -> tuple[str, ...]:
     """A tensor's names in the checkpoint. Empty if it is not in the table."""
@@ -247,21 +247,6 @@ def _names(name: str, table: Names, prefix: str = "") -> tuple[str, ...]:
     found = table.get(name) or table.get(stem, ())
     suffix = "" if name in table else f".{end}"
     return tuple(f"{prefix}{one}{suffix}" for one in ((found,) if isinstance(found, str) else found))
-
-
-def _split(info: TensorInfo, sizes: Sequence[int]) -> list[TensorInfo]:
-    """Runs of rows, one after the other."""
-    parts, offset, row = [], info.offset, info.nbytes // info.shape[0]
-    for rows in sizes:
-        parts.append(replace(info, shape=(rows, *info.shape[1:]), offset=offset))
-        offset += rows * row
-    return parts
-
-
-def _keys_and_values(parts: Sequence[Tensor]) -> Tensor:
-    """k [heads, rank, keys] and v [heads, values, rank] -> [heads * (keys + values), rank]."""
-    keys, values = parts
-    return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
 
 
 def in_runs(weight: Tensor, order: Tensor) -> Tensor:

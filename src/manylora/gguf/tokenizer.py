@@ -159,11 +159,17 @@ def tokenizer_json(header: Header) -> dict[str, Any]:
             f"{header.path}: tokenizer {printable(str(kind))} is not read; read are {', '.join(KINDS)}: "
             "name the folder of another (--tokenizer, tokenizer=)"
         )
+    added = []  # tokens that are matched literally in a text; runs of spaces are left to the merges
+    for number, (token, sort) in enumerate(zip(tokens, _types(header, len(tokens)), strict=True)):
+        special = sort in (CONTROL, UNKNOWN)
+        if token and (special or (sort == USER_DEFINED and not (kind != "gpt2" and SPACE in token))):
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            added.append({"id": number, "content": token, **flags, "special": special})
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added(header, tokens, kind),
+        "added_tokens": added,
         "post_processor": _ends(header, tokens, kind),
         **KINDS[kind](header, tokens),
     }
@@ -191,14 +197,13 @@ def _tokens(header: Header) -> list[str]:
         raise ConfigError(f"{header.path}: metadata tokenizer.ggml.tokens must be a list of texts")
     if header.metadata["tokenizer.ggml.model"] != "bert":
         return tokens
-    return [_word_piece(*one) for one in zip(tokens, _types(header, len(tokens)), strict=True)]
-
-
-def _word_piece(token: str, sort: int) -> str:
-    """As in BERT's own vocabulary; llama.cpp's converter marks the pieces that begin a word instead."""
-    if sort == CONTROL or (len(token) > 1 and token[0] == "[" and token[-1] == "]"):
-        return token
-    return token[1:] if token.startswith(SPACE) else CONTINUES + token
+    pieces = []  # as in BERT's own vocabulary; llama.cpp's converter marks pieces that begin a word instead
+    for token, sort in zip(tokens, _types(header, len(tokens)), strict=True):
+        if sort == CONTROL or (len(token) > 1 and token[0] == "[" and token[-1] == "]"):
+            pieces.append(token)
+        else:
+            pieces.append(token[1:] if token.startswith(SPACE) else CONTINUES + token)
+    return pieces
 
 
 def _types(header: Header, count: int) -> list[int]:
@@ -215,17 +220,6 @@ def _special_id(header: Header, name: str, tokens: list[str]) -> int | None:
     default = BERT.get(name) if header.metadata["tokenizer.ggml.model"] == "bert" else None
     number = header.metadata.get(f"tokenizer.ggml.{name}_token_id", default)
     return number if isinstance(number, int) and 0 <= number < len(tokens) else None
-
-
-def _added(header: Header, tokens: list[str], kind: str) -> list[dict[str, Any]]:
-    """Tokens that are matched literally in a text. Runs of spaces are left to the merges."""
-    added = []
-    for number, (token, sort) in enumerate(zip(tokens, _types(header, len(tokens)), strict=True)):
-        special = sort in (CONTROL, UNKNOWN)
-        if token and (special or (sort == USER_DEFINED and not (kind != "gpt2" and SPACE in token))):
-            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            added.append({"id": number, "content": token, **flags, "special": special})
-    return added
 
 
 def _ends(header: Header, tokens: list[str], kind: str) -> dict[str, Any]:

@@ -92,13 +92,21 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         for name in ("quant_algo", "kv_cache_quant_algo"):
-            object.__setattr__(self, name, _algo(name, getattr(self, name)))
+            value = getattr(self, name)
+            if value is not None and value not in list(QuantAlgo):
+                raise ValueError(f"{name} must be one of {', '.join(QuantAlgo)}, got {value!r}")
+            object.__setattr__(self, name, None if value is None else QuantAlgo(value))
         if self.kv_cache_quant_algo not in (None, QuantAlgo.NO_QUANT, QuantAlgo.FP8):
             raise ValueError(
                 f"kv_cache_quant_algo {self.kv_cache_quant_algo} is not supported: no attention kernel here "
                 "reads such a KV cache; use FP8 or leave it out"
             )
-        _check_served(self.quant_algo)
+        if self.quant_algo not in (None, QuantAlgo.NO_QUANT, *SERVED, *INTEGER, *CALIBRATED):
+            reason = "activations are quantised here with W8A8 and W4A8, on a CPU, and else only weights"
+            if "A16" in str(self.quant_algo):
+                reason = "no kernel here reads such weights"
+            served = " or ".join(SERVED)
+            raise ValueError(f"quant_algo {self.quant_algo} is not supported: {reason}; use {served}")
         if self.group_size not in (32, 64, 128, 256):
             raise ValueError(f"group_size must be 32, 64, 128 or 256, got {self.group_size}")
         for name, neutral in NEUTRAL.items():
@@ -132,22 +140,3 @@ class QuantConfig:
         if unknown:
             raise ValueError(f"QuantConfig has no field {unknown[0]}")
         return cls(**values)
-
-
-def _algo(name: str, value: QuantAlgo | str | None) -> QuantAlgo | None:
-    if value is None:
-        return None
-    try:
-        return QuantAlgo(value)
-    except ValueError as error:
-        raise ValueError(f"{name} must be one of {', '.join(QuantAlgo)}, got {value!r}") from error
-
-
-def _check_served(algo: QuantAlgo | str | None) -> None:
-    if algo in (None, QuantAlgo.NO_QUANT, *SERVED, *INTEGER, *CALIBRATED):
-        return
-    if "A16" in str(algo):
-        reason = "no kernel here reads such weights"
-    else:
-        reason = "activations are quantised here with W8A8 and W4A8, on a CPU, and else only weights"
-    raise ValueError(f"quant_algo {algo} is not supported: {reason}; use {' or '.join(SERVED)}")

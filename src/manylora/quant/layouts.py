@@ -146,7 +146,14 @@ def _four_bits(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
     _check_vector("weight.quant_map", tensors["weight.quant_map"], torch.float32, 16)
     size, absmax = state["blocksize"], tensors["weight.absmax"]
     if absmax.dtype == torch.uint8:
-        absmax = _nested(tensors, state)
+        nested, table, of_scales = absmax.flatten(), tensors.get(NESTED_MAP), tensors.get(NESTED_ABSMAX)
+        if table is None or of_scales is None:
+            raise ConfigError(f"weight.absmax is quantised, but {NESTED_MAP} or {NESTED_ABSMAX} is not there")
+        count, every = len(nested), state["nested_blocksize"]
+        _check_vector(NESTED_MAP, table, torch.float32, 256)
+        _check_vector(NESTED_ABSMAX, of_scales, torch.float32, -(-count // every))
+        of_code = of_scales[torch.arange(count, device=nested.device) // every]
+        absmax = table[nested.int()] * of_code + state["nested_offset"]
     _check_vector("weight.absmax", absmax, torch.float32, -(-rows * columns // size))
     group = math.gcd(columns, size)  # a block may end within a row
     blocks = torch.arange(0, rows * columns, group, device=absmax.device) // size
@@ -168,17 +175,6 @@ def _eight_bits(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
     if "weight_format" in tensors and int(tensors["weight_format"]) != 0:
         raise ConfigError("weight_format must be 0, rows: other layouts are not read")
     return QuantisedWeight(weight, largest.view(rows, 1) / 127)
-
-
-def _nested(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
-    codes, table = tensors["weight.absmax"].flatten(), tensors.get(NESTED_MAP)
-    scales, size = tensors.get(NESTED_ABSMAX), state["nested_blocksize"]
-    if table is None or scales is None:
-        raise ConfigError(f"weight.absmax is quantised, but {NESTED_MAP} or {NESTED_ABSMAX} is not there")
-    _check_vector(NESTED_MAP, table, torch.float32, 256)
-    _check_vector(NESTED_ABSMAX, scales, torch.float32, -(-len(codes) // size))
-    of_code = scales[torch.arange(len(codes), device=codes.device) // size]
-    return table[codes.int()] * of_code + state["nested_offset"]
 
 
 def _state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -83,7 +83,11 @@ def build(plan: BuildPlan) -> Built:
             writer = _Writer(plan.output_dir)
             built = _convert(plan, model, open_checkpoint(plan.model_dir, stack), writer)
             writer.close()
-        _copy_rest(plan)
+        for path in sorted(plan.model_dir.iterdir()):
+            other = path.suffix not in WEIGHTS and not path.name.endswith(".index.json")
+            small = path.is_file() and path.stat().st_size <= LARGEST_COPIED
+            if other and small and path.name not in NOT_COPIED:
+                shutil.copyfile(path, plan.output_dir / path.name)
         config = json.dumps(_config(plan, model), ensure_ascii=False, indent=2)
         (plan.output_dir / "config.json").write_text(config + "\n", encoding="utf-8")
     except OSError as error:
@@ -252,13 +256,6 @@ class _Writer:
         path.chmod(0o644)  # created readable only by its owner
         self._shards.append((path, list(self._open)))
         self._open, self._bytes = {}, 0
-
-
-def _copy_rest(plan: BuildPlan) -> None:
-    for path in sorted(plan.model_dir.iterdir()):
-        other = path.suffix not in WEIGHTS and not path.name.endswith(".index.json")
-        if path.is_file() and other and path.name not in NOT_COPIED and path.stat().st_size <= LARGEST_COPIED:
-            shutil.copyfile(path, plan.output_dir / path.name)
 
 
 def _config(plan: BuildPlan, model: ModelConfig) -> dict[str, Any]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import check_model_folder, weight_files
@@ -60,9 +58,21 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         if headed is not None:  # the language-model head would be the embedding, and is unused
             labels = num_labels(raw) if headed else 0
             fields |= {"makes_text": False, "tie_word_embeddings": True, "num_labels": labels}
-        tokens = _score_tokens(model_dir, fields) if fields.get("makes_text", True) else None
-        if tokens is not None:
-            fields |= {"score_tokens": tokens, "num_labels": 1}
+        named = read_score_tokens(model_dir) if fields.get("makes_text", True) else None
+        if named is not None:
+            ids: list[int] = []
+            for one in named:
+                found = (
+                    [one]
+                    if isinstance(one, int)
+                    else Tokenizer(model_dir).encode(one, add_special_tokens=False)
+                )
+                if len(found) != 1 or not 0 <= found[0] < fields["vocab_size"]:
+                    raise ConfigError(
+                        f"{model_dir}: {one!r:.40} of classifier_from_token is not one of its tokens"
+                    )
+                ids += found
+            fields |= {"score_tokens": (ids[0], ids[1]), "num_labels": 1}
         dtype = read_dtype(settings) or _stored_dtype(model_dir)
     except ConfigError:
         raise
@@ -86,20 +96,6 @@ def read_model_config(model_dir: Path) -> ModelConfig:
                 f"{heads} key heads equally"
             )
     return config
-
-
-def _score_tokens(model_dir: Path, fields: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Ids of the score tokens. Raises ConfigError."""
-    named = read_score_tokens(model_dir)
-    if named is None:
-        return None
-    ids = []
-    for one in named:
-        found = [one] if isinstance(one, int) else Tokenizer(model_dir).encode(one, add_special_tokens=False)
-        if len(found) != 1 or not 0 <= found[0] < fields["vocab_size"]:
-            raise ConfigError(f"{model_dir}: {one!r:.40} of classifier_from_token is not one of its tokens")
-        ids += found
-    return ids[0], ids[1]
 
 
 def _causal(architecture: str) -> tuple[str, bool | None]:

@@ -205,7 +205,12 @@ class EncoderDecoder(Transformer):
             logits += self._head_bias.float()
         if lora is not None and lora.extras:
             adapt_head(logits, x, lora.extras, self._head_bias, tied=True)
-        return self._force(logits, batch)
+        forced = self._encoder_config.forced_bos_id
+        if forced is not None:  # only this can follow a decoder prompt of one token
+            first = batch.positions[rows] == 0
+            logits[first] = IMPOSSIBLE
+            logits[first, forced] = 0
+        return logits
 
     def _decode(
         self,
@@ -225,15 +230,6 @@ class EncoderDecoder(Transformer):
         x = layer.attend(x, batch.lora, mix)
         x = layer.cross_attend(x, cross_groups, batch.lora, kv, self._attention_scale)
         return layer.feed_forward(x, batch.lora)
-
-    def _force(self, logits: Tensor, batch: ForwardBatch) -> Tensor:
-        """After a decoder prompt of one token, only forced_bos_token_id can follow."""
-        forced = self._encoder_config.forced_bos_id
-        if forced is not None:
-            rows = batch.positions[batch.logits_rows] == 0
-            logits[rows] = IMPOSSIBLE
-            logits[rows, forced] = 0
-        return logits
 
     def _enter(self, batch: ForwardBatch, stack: Stack) -> Tensor:
         """The input of a stack's first layer."""

@@ -71,19 +71,17 @@ def adapt_linear(y: Tensor, extras: Extras, layer: int, targets: Sequence[LoraTa
             mine = y[segment.start : segment.stop, _columns(target)]
             if scale is not None:
                 scaled = mine * scale.vector(y.dtype)
-                mine.copy_(scaled if turn is None else scaled + _turned(mine, turn))
+                if turn is not None:  # the halves of each group are swapped, and the first is negated
+                    first, second = mine.unflatten(-1, (-1, 2, turn.columns // 2)).unbind(-2)
+                    turned = torch.stack((-second, first), dim=-2).flatten(-3)
+                    scaled = scaled + turned * turn.vector(y.dtype)
+                mine.copy_(scaled)
             if bias is not None:
                 mine += bias.vector(y.dtype)
 
 
 def _columns(target: LoraTarget) -> slice:
     return slice(target.start, target.start + target.width)
-
-
-def _turned(y: Tensor, turn: Extra) -> Tensor:
-    """turn [groups, size] times y [T, N], with the halves of each group swapped and the first negated."""
-    first, second = y.unflatten(-1, (-1, 2, turn.columns // 2)).unbind(-2)
-    return torch.stack((-second, first), dim=-2).flatten(-3) * turn.vector(y.dtype)
 
 
 def adapt_norm(
@@ -137,7 +135,11 @@ def adapt_embedding(x: Tensor, ids: Tensor, extras: Extras, name: str = "embed")
             mine.copy_(values[f"{name}.weight"].gather(tokens, x.dtype))
         trained = values.get(f"{name}.tokens", values.get("embed.tokens"))
         if trained is not None:
-            mine.copy_(_with_tokens(mine, tokens, trained))
+            known = trained.token_ids
+            assert known is not None
+            number = torch.searchsorted(known, tokens).clamp(max=len(known) - 1)
+            found = (known[number] == tokens).unsqueeze(1)
+            mine.copy_(torch.where(found, trained.gather(number, x.dtype), mine))
         if f"{name}.lora_A" in values:
             low = values[f"{name}.lora_A"].gather(tokens, x.dtype)
             mine += values[f"{name}.lora_B"].linear(low)
@@ -176,11 +178,3 @@ def _head(
     if "head.bias" in values:
         y = y + values["head.bias"].vector(y.dtype)
     return y
-
-
-def _with_tokens(x: Tensor, ids: Tensor, trained: Extra) -> Tensor:
-    """x with the rows of trained tokens replaced."""
-    known = trained.token_ids
-    assert known is not None
-    number = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
-    return torch.where((known[number] == ids).unsqueeze(1), trained.gather(number, x.dtype), x)

@@ -77,7 +77,13 @@ class Expansion:
             y[one.rows] += torch.einsum("thr,rhd->thd", low, one.b[..., self.plain_dim :])
             if one.magnitude is not None:
                 y[one.rows] *= one.magnitude[:, self.plain_dim :]
-        self._add_biases(y, lora)
+        # Trained biases. That of keys adds the same to all scores of a query, which has no effect.
+        name = f"layers.{self.layer}.{MODULE_NAMES[KV_B]}.bias"
+        for segment in lora.extras if lora is not None else ():
+            bias = segment.values.get(name)
+            if bias is not None:
+                values = bias.vector(y.dtype).view(self.weight.shape[:2])[:, self.plain_dim :]
+                y[segment.start : segment.stop] += values
         return y
 
     def _adapted(self, x: Tensor, lora: LoraBatch | None) -> Iterator[_Adapted]:
@@ -93,15 +99,6 @@ class Expansion:
                     a = a * row.format.scale
                 m = None if magnitude is None else magnitude.view(heads, width)
                 yield _Adapted(rows, a, b.view(-1, heads, width), m)
-
-    def _add_biases(self, y: Tensor, lora: LoraBatch | None) -> None:
-        """Add trained biases. That of keys adds the same to all scores of a query, which has no effect."""
-        name = f"layers.{self.layer}.{MODULE_NAMES[KV_B]}.bias"
-        for segment in lora.extras if lora is not None else ():
-            bias = segment.values.get(name)
-            if bias is not None:
-                values = bias.vector(y.dtype).view(self.weight.shape[:2])[:, self.plain_dim :]
-                y[segment.start : segment.stop] += values
 
 
 @dataclass(frozen=True)

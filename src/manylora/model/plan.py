@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from manylora.config.blocks import LayerInputsConfig
 from manylora.config.model import ModelConfig
 from manylora.model.families import FAMILIES
 from manylora.model.families.family import TensorNames
@@ -60,8 +59,14 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
         plan |= _classifier(config, stored)
     if config.head_bias:
         plan["head.bias"] = WeightSpec((whole(f"{names.head}.bias", config.vocab_size),))
-    if config.layer_inputs is not None:
-        plan |= _layer_inputs(config, config.layer_inputs, root)
+    inputs = config.layer_inputs
+    if inputs is not None:
+        size = inputs.layers * inputs.dim
+        table = whole(f"{root}embed_tokens_per_layer.weight", inputs.vocab_size)
+        plan["layer_inputs.embed"] = WeightSpec((table,), size)
+        project = f"{root}per_layer_model_projection.weight"
+        plan["layer_inputs.project.weight"] = matrix(project, size, hidden)
+        plan |= norm("layer_inputs.norm", f"{root}per_layer_projection_norm", inputs.dim, config)
     if config.altup is not None:
         ends = {"enter": f"{root}altup_projections", "leave": f"{root}altup_unembed_projections"}
         for ours, theirs in ends.items():
@@ -122,14 +127,10 @@ def unused_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """Prefixes of tensors in a checkpoint that are not loaded."""
     names = FAMILIES[config.architecture].names(config)
     heads = (f"{names.head}.", "lm_head.") if config.tie_word_embeddings else ()
-    return (*names.unused, *heads, *_unused_kv(config, names))
-
-
-def _unused_kv(config: ModelConfig, names: TensorNames) -> list[str]:
-    """Names of unused key and value tensors of layers that read another layer's, in released checkpoints."""
+    # Unused keys and values of layers that read another layer's, in released checkpoints.
     parts = (*names.qkv[1:], names.k_norm, names.k_norm.replace("k_norm", "v_norm"))
     layers = [f"{root}{names.layers}.{layer}." for root in ("", *names.roots) for layer in config.kv_readers]
-    return [f"{layer}{part}." for layer in layers for part in parts]
+    return (*names.unused, *heads, *(f"{layer}{part}." for layer in layers for part in parts))
 
 
 def head_name(config: ModelConfig, stored: Collection[str]) -> str:
@@ -197,11 +198,3 @@ def _root(names: TensorNames, stored: Collection[str]) -> str:
             return root
     present = (root for root in names.roots if any(name.startswith(root) for name in stored))
     return next(present, names.roots[0])
-
-
-def _layer_inputs(config: ModelConfig, own: LayerInputsConfig, root: str) -> Plan:
-    size = own.layers * own.dim
-    table = whole(f"{root}embed_tokens_per_layer.weight", own.vocab_size)
-    project = matrix(f"{root}per_layer_model_projection.weight", size, config.hidden_size)
-    specs = {"layer_inputs.embed": WeightSpec((table,), size), "layer_inputs.project.weight": project}
-    return specs | norm("layer_inputs.norm", f"{root}per_layer_projection_norm", own.dim, config)

@@ -92,23 +92,11 @@ def make_rope(config: ModelConfig, device: torch.device, local: bool = False) ->
 
 
 def _plain(config: ModelConfig, theta: float | None = None) -> Tensor:
-    return 1.0 / _periods(config, theta)
-
-
-def _periods(config: ModelConfig, theta: float | None = None) -> Tensor:
-    return (theta or config.rope_theta) ** _exponents(config)
+    return 1.0 / (theta or config.rope_theta) ** _exponents(config)
 
 
 def _exponents(config: ModelConfig) -> Tensor:
     return torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
-
-
-def _default(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
-    return Rope(_plain(config).to(device))
-
-
-def _linear(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
-    return Rope((_plain(config) / scaling["factor"]).to(device))
 
 
 def _dynamic(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
@@ -152,24 +140,22 @@ def _yarn(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
     keep = 1 - ramp.clamp(0, 1)
     plain = _plain(config)
     frequencies = plain / factor * (1 - keep) + plain * keep
-    return Rope(frequencies.to(device), _yarn_attention(scaling, factor))
 
-
-def _yarn_attention(scaling: dict, factor: float) -> float:
     def magnitude(m: float) -> float:
         return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return magnitude(scaling["mscale"]) / magnitude(scaling["mscale_all_dim"])
-    return magnitude(1.0)
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        attention = magnitude(1.0)
+        if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+            attention = magnitude(scaling["mscale"]) / magnitude(scaling["mscale_all_dim"])
+    return Rope(frequencies.to(device), float(attention))
 
 
 def _longrope(config: ModelConfig, scaling: dict, device: torch.device) -> Rope:
     """One factor per frequency. The long factors apply to lengths beyond the original context."""
     context = scaling["original_max_position_embeddings"]
-    periods = _periods(config)
+    periods = config.rope_theta ** _exponents(config)
 
     def frequencies(name: str) -> Tensor:
         factors = scaling[name]
@@ -200,8 +186,8 @@ def _proportional(config: ModelConfig, scaling: dict, device: torch.device) -> R
 
 
 ROPE_TYPES: dict[str, Callable[[ModelConfig, dict, torch.device], Rope]] = {
-    "default": _default,
-    "linear": _linear,
+    "default": lambda config, _, device: Rope(_plain(config).to(device)),
+    "linear": lambda config, scaling, device: Rope((_plain(config) / scaling["factor"]).to(device)),
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

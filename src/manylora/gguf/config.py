@@ -308,10 +308,7 @@ def generation_json(header: Header) -> dict[str, Any]:
 
 
 def sentence_files(header: Header) -> dict[str, Any]:
-    """How states become embeddings, as sentence-transformers writes it. Empty if the file does not say.
-
-    Raises ConfigError.
-    """
+    """How states become embeddings, as sentence-transformers writes it. Empty if the file does not say."""
     one = Metadata(header, header.metadata["general.architecture"])
     kind = one.get("pooling_type", -1)
     if kind in UNPOOLED:

@@ -208,10 +208,8 @@ NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 def part_paths(path: Path) -> list[Path]:
-    """All parts of a file, in order; `path` is any of them. Only the file itself if its name does not
-    indicate parts.
-
-    Raises ConfigError that names the first missing part.
+    """All parts of a file, in order; `path` is any of them. Raises ConfigError that names the first missing
+    one.
     """
     named = NAMED.fullmatch(path.stem)
     if named is None:
@@ -236,9 +234,8 @@ def part_name(stem: str, number: int, count: int, suffix: str = ".gguf") -> str:
 
 
 def read_parts(path: Path) -> Header:
-    """The header of the whole file, of which `path` is any part: the first part's metadata, and all tensors.
-
-    Every part is checked against its own size before anything of it is read. Raises ConfigError.
+    """The header of a file of which `path` is any part: the first part's metadata, and all tensors. Each part
+    is checked against its own size first. Raises ConfigError.
     """
     paths = part_paths(path)
     headers = [read_header(one) for one in paths]

@@ -26,10 +26,8 @@ WIDE_VALUES = 2**21  # values that gguf-py widens at a time, with up to 30 bytes
 
 
 class GgufFile:
-    """A context manager that closes the file. Has the methods of SafetensorsFile. Thread-safe.
-
-    path: for a file in several parts, any of them. on_read: called with the number of bytes of each read.
-    added_bytes: that quantised weights take in memory beyond those of the file. Raises ConfigError.
+    """A context manager with the methods of SafetensorsFile. path: any part. on_read: called with the number
+    of bytes of each read. added_bytes: that quantised weights take in memory beyond the file's. Thread-safe.
     """
 
     def __init__(self, path: Path, on_read: Callable[[int], None] = lambda count: None) -> None:
@@ -208,9 +206,8 @@ class GgufTensor(PlainTensor):
 
 
 class MadeTensor(PlainTensor):
-    """A tensor that is made of one or several of the file, which are in memory as a whole when it is read.
-
-    parts: of `target`. In float32 unless all are plain and of one type.
+    """A tensor made of one or several of the file, which are in memory as a whole when it is read. In float32
+    unless all are plain and of one type.
     """
 
     def __init__(self, file: GgufFile, target: Target, parts: list[GgufTensor]) -> None:

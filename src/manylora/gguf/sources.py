@@ -36,9 +36,8 @@ KEYS_AND_VALUES = "self_attn.kv_b_proj.weight"
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the file, or one of those stacked in it, or some of its rows.
-
-    rows: the numbers of its rows in the checkpoint's order. shape: in the checkpoint. change: of values.
+    """A tensor of the file, one of those stacked in it, or some of its rows, in the checkpoint's order.
+    shape: in the checkpoint. change: of values.
     """
 
     info: TensorInfo
@@ -49,10 +48,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor of the checkpoint. make: from its parts; None: it is its only part. shape: None: the part's.
-
-    stays: whether it stays quantised: then, of its parts' rows one after the other, these `rows`, and the
-    inputs in runs of equal length, in the order `runs`. None: in the file's order.
+    """A tensor of the checkpoint. make, shape: from its parts; None: of its only part. stays: quantised, with
+    these `rows` of its parts, and the inputs in equal runs in the order `runs`; None: the file's order.
     """
 
     parts: tuple[Source, ...]

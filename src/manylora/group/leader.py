@@ -175,10 +175,7 @@ FIND_S = 5.0  # to find out whether an error was caused by the loss of a rank
 
 
 class Leader:
-    """Raises ConfigError if a rank does not join, or has another checkpoint or configuration.
-
-    store: for torch's collectives.
-    """
+    """Raises ConfigError if a rank does not join, or has another checkpoint or configuration."""
 
     def __init__(self, config: EngineConfig, info: RankInfo) -> None:
         self.info, self._ended, self._told = info, False, 0
@@ -210,10 +207,8 @@ class Leader:
                 raise self.lost(error) from error
 
     def ask(self, message: Message) -> None:
-        """Make the other ranks do something beside the steps, and wait until they have.
-
-        They do it after everything they were told before, which may still need pages that this gives to
-        another adapter. Thread-safe. Raises RequestError if a rank could not do it, GroupLostError.
+        """Make the other ranks do something beside the steps, after everything they were told before, and
+        wait until they have. Thread-safe. Raises RequestError if a rank could not do it, GroupLostError.
         """
         failed: str | None = None
         message = replace(message, values={**message.values, "after": self._told})

@@ -116,10 +116,8 @@ KEEP_ALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER
 
 @dataclass
 class Link:
-    """Another rank, as seen by rank 0. process: None if it was started elsewhere.
-
-    steps: for operations in order, and from there for reports. adapters: for requests with answers, so that a
-    large adapter does not delay a step.
+    """Another rank. process: None if it was started elsewhere. steps: operations in order, and reports from
+    there. adapters: requests with answers, so that a large adapter does not delay a step.
     """
 
     rank: int
@@ -180,9 +178,8 @@ def group_store(store: Store, token: str = "") -> Store:
 
 
 def meet_ranks(info: RankInfo, store: Store, token: str) -> list[Link]:
-    """The other ranks, which were started elsewhere. Raises ConfigError that names those that did not join.
-
-    token: identifies this start, for `group_store` of all ranks, and to reject strangers.
+    """The other ranks, which were started elsewhere. token: identifies this start, for `group_store` of all
+    ranks, and to reject strangers. Raises ConfigError that names those that did not join.
     """
     found: dict[int, dict[str, Channel]] = {}
     deadline = time.monotonic() + START_S
@@ -226,9 +223,8 @@ def meet_ranks(info: RankInfo, store: Store, token: str) -> list[Link]:
 
 
 def join(info: RankInfo) -> tuple[Channel, Channel, Store]:
-    """The counterpart of `meet_ranks`. Returns when all ranks have joined: the channels of `Link`, and the
-    store for torch's collectives. Retries, because what it finds may be left over from a rank 0 that has just
-    ended. Raises ConfigError.
+    """The counterpart of `meet_ranks`, with the store for torch's collectives. Retries, because what it finds
+    may be left over from a rank 0 that has just ended. Raises ConfigError.
     """
     deadline = time.monotonic() + START_S
     while True:
@@ -284,9 +280,7 @@ SIOCGIFADDR, NAME_SIZE = 0x8915, 16  # from linux/sockios.h and linux/if.h
 
 @contextmanager
 def interface_of(info: RankInfo) -> Iterator[None]:
-    """Inside, Gloo connects over the interface that reaches rank 0's host, or over the loopback if all ranks
-    are on one host, unless the user has chosen an interface.
-    """
+    """Inside, Gloo uses the interface to rank 0's host, or the loopback, unless the user chose one."""
     name = "lo" if info.local_size == info.size else interface_towards(info.address)
     if name is None or GLOO in os.environ:
         yield

@@ -17,11 +17,9 @@ SOME_QUERIES = 64  # minimum number of queries per operation
 
 
 class RelativeBias:
-    """T5's bias on attention scores, learned for each head and bucket of distances.
-
-    weight: [buckets, heads]. max_distance: larger distances share the last bucket. longest: tokens of the
-    longest sequence.
-    both_ways: half of the buckets are for later keys, as in an encoder.
+    """T5's bias on attention scores, learned for each head and bucket of distances: weight [buckets, heads].
+    max_distance: larger ones share the last bucket. longest: tokens of the longest sequence. both_ways: half
+    of the buckets are for later keys, as in an encoder.
     """
 
     def __init__(self, weight: Tensor, max_distance: int, longest: int, both_ways: bool) -> None:
@@ -37,10 +35,9 @@ class RelativeBias:
 
 @dataclass(frozen=True)
 class PagedGroup:
-    """G sequences whose attention is one operation, with n query rows each, over m keys.
-
-    rows: [G, n], indices in the batch. blocks: [G, blocks for m keys]. padding: [G, m], True after the end of
-    a sequence; None: no sequence is shorter. mask: [G, 1 or heads, n, m], added to the scores, or None.
+    """G sequences whose attention is one operation, with n query rows each, over m keys. rows: [G, n].
+    blocks: [G, blocks for m keys]. padding: [G, m], True after the end of a sequence, or None. mask: [G, 1 or
+    heads, n, m], added to the scores, or None.
     """
 
     rows: Tensor
@@ -119,9 +116,8 @@ def paged_groups(
     bias: RelativeBias | None = None,
     causal: bool = False,
 ) -> list[PagedGroup]:
-    """Sequences with one query row form one group. Each other sequence is a group. Computed once per step.
-
-    causal: query rows are a sequence's last tokens and do not see later ones.
+    """Sequences with one query row form one group, each other is a group. Computed once per step. causal:
+    query rows are a sequence's last tokens and do not see later ones.
     """
     sequences = list(enumerate(pairwise(batch.query_starts)))
     single = [s for s, (start, stop) in sequences if stop - start == 1]
@@ -169,10 +165,8 @@ def _group(
 
 
 def _buckets(distances: Tensor, count: int, max_distance: int, both_ways: bool) -> Tensor:
-    """The first half of the buckets have one distance each; the others grow logarithmically.
-
-    Computed in float32 and in the training code's order of operations, because rounding decides between two
-    buckets.
+    """The first half of the buckets have one distance each; the others grow logarithmically. In float32 and
+    in the training code's order of operations, because rounding decides between two buckets.
     """
     later = torch.zeros_like(distances)
     if both_ways:

@@ -44,10 +44,8 @@ MAX_DISTANCE = 128  # tokens; larger distances share a bucket of an encoder's re
 
 
 def in_chunks(batch: AttentionBatch, size: int, kv: Tensor) -> tuple[AttentionBatch, Tensor]:
-    """Split each sequence into chunks of `size` tokens that attend separately, as if they were sequences.
-
-    Returns the batch, and the cache [layers, planes, blocks, tokens, heads, dim] with blocks that do not span
-    chunks. Both are unchanged if no sequence is longer than a chunk.
+    """Split each sequence into chunks of `size` tokens that attend separately, as if they were sequences. The
+    cache [layers, planes, blocks, tokens, heads, dim] returned with them has blocks that do not span chunks.
     """
     if max(batch.kv_lens) <= size:
         return batch, kv
@@ -82,9 +80,7 @@ def decoder_parts(
     head_bias: Tensor | None,
     embedding: Tensor | Panels | None,
 ) -> DecoderParts | None:
-    """None if layers are not all attention and gated MLP with RMS norms. embedding: the table whose rows,
-    only scaled, are the first layer's input.
-    """
+    """None if not all layers are attention and gated MLP with RMS norms. embedding: as `_plain_embedding`."""
     if config.parallel_blocks or config.residual_scale != 1 or norm.bias is not None:
         return None
     if config.qkv_clip is not None or config.attention_chunk or config.unrotated_growth:
@@ -191,10 +187,8 @@ class Decoder(DecoderLayers):
             self._decode_step = ops.decode_step(parts)
 
     def forward(self, batch: ForwardBatch, kv: KvTensors, states: RecurrentState | None = None) -> Tensor:
-        """Logits [L, vocab] float32 of `batch.logits_rows`. Writes keys and values to kv.
-
-        states: of recurrent layers. On a CPU, passing the batch of the last call again, with new contents in
-        its tensors, is much faster, and may overwrite the previous logits.
+        """Logits [L, vocab] float32 of `batch.logits_rows`. Writes keys and values to kv. On a CPU, passing
+        the last call's batch again, with new contents, is much faster, and may overwrite the previous logits.
         """
         found = self._in_one_call(batch, kv)
         logits, best = found or (self._in_layers(batch, kv, states), None)
@@ -303,10 +297,8 @@ class Decoder(DecoderLayers):
         return self._logits(x, delta, batch)
 
     def _wanted(self, batch: ForwardBatch) -> LogitRows | None:
-        """The rows for which the last layer is computed after its attention.
-
-        None: all rows, if extras of adapters depend on that, or if tables are on another device or cover all
-        rows.
+        """The rows for which the last layer is computed after its attention. None: all, if extras of adapters
+        depend on that, or if tables are on another device.
         """
         rows, lora = batch.logits_rows, batch.lora
         if self._device.type != "cpu" or batch.pooled is not None or self._streams is not None:

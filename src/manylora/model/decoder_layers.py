@@ -42,10 +42,7 @@ from manylora.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class SharedKvAttention:
-    """Grouped-query attention over paged keys and values of another layer, which ran earlier in this step.
-
-    q_norm: over head_dim, or None. rotary: index of the layer's rotation among the step's; -1: none.
-    """
+    """Grouped-query attention over keys and values of another layer, which ran earlier in this step."""
 
     config: ModelConfig
     ops: ReferenceOps

@@ -65,9 +65,7 @@ class _CrossAttention:
 
 @dataclass(frozen=True)
 class Layer:
-    """cross, cross_norm: None in the encoder. post_norm: norms follow the residual additions instead of
-    preceding attention and the MLP.
-    """
+    """cross, cross_norm: None in the encoder. post_norm: norms follow the residual additions."""
 
     post_norm: bool
     attention: SelfAttention
@@ -96,10 +94,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """An encoder or a decoder: its layers and what surrounds them. None: the family does not have it.
-
-    name: `encoder` or `decoder`, the prefix in the names of our weights and of an adapter's extras. bias: on
-    attention scores by relative position, as in T5.
+    """An encoder or a decoder: its layers and what surrounds them. name: `encoder` or `decoder`, the prefix
+    of our weights and of extras. bias: on attention scores by relative position, as in T5.
     """
 
     name: str
@@ -148,9 +144,7 @@ class EncoderDecoder(Transformer):
     @torch.inference_mode()
     def encode(self, batch: ForwardBatch, kv: KvTensors) -> None:
         """Run the encoder on whole prompts, and write the keys and values of all cross-attention layers to
-        kv.
-
-        `batch.attention.slots` are the slots of each row's keys and values. kv as in `forward`.
+        kv, at `batch.attention.slots`.
         """
         starts, stack = batch.attention.query_starts, self._encoder
         bias = None
@@ -172,9 +166,8 @@ class EncoderDecoder(Transformer):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvTensors) -> Tensor:
-        """Logits [L, vocab] float32 of `batch.logits_rows`. Writes the decoder's keys and values to kv.
-
-        kv [decoder layers, 2, num_blocks, tokens_per_block, num_heads, head_dim].
+        """Logits [L, vocab] float32 of `batch.logits_rows`. Writes to kv [decoder layers, 2, num_blocks,
+        tokens_per_block, num_heads, head_dim].
         """
         assert batch.cross is not None
         stack, size = self._decoder, kv[0].shape[2]

@@ -34,9 +34,7 @@ def adapt_inputs(
     targets: Sequence[LoraTarget],
     linear: Callable[[Tensor], Tensor],
 ) -> None:
-    """Recompute y [T, N] = linear(x), in place, where an adapter changes the input of one of several modules:
-    for its rows, and for that module's columns.
-    """
+    """Recompute y [T, N] = linear(x), in place, for rows and columns whose module has another input."""
     if len(targets) > 1:
         for rows, target, mine in _inputs(x, extras, layer, targets):
             y[rows, _columns(target)] = linear(mine)[:, _columns(target)]
@@ -87,9 +85,8 @@ def _columns(target: LoraTarget) -> slice:
 def adapt_norm(
     y: Tensor, x: Tensor, extras: Extras, name: str, renormalise: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """Replace the norm's weight by a trained one, and add trained biases. y = norm(x) is changed in place.
-
-    renormalise: computes the norm of x with another weight, float32, in the checkpoint's convention.
+    """Replace the norm's weight by a trained one, and add trained biases, in y = norm(x). renormalise: the
+    norm of x with another weight, float32, in the checkpoint's convention.
     """
     for segment in extras:
         rows = slice(segment.start, segment.stop)
@@ -123,10 +120,8 @@ def prefixes(
 
 
 def adapt_embedding(x: Tensor, ids: Tensor, extras: Extras, name: str = "embed") -> None:
-    """x [T, hidden]: the embeddings of ids [T], not scaled yet; changed in place.
-
-    name: of the table in extras: `embed`, or `encoder.embed` and `decoder.embed`. The latter two share
-    `embed.tokens`, the rows trained for some tokens.
+    """x [T, hidden]: embeddings of ids [T], not scaled yet; changed in place. name: of the table in extras;
+    `encoder.embed` and `decoder.embed` share the rows trained for some tokens, `embed.tokens`.
     """
     for segment in extras:
         rows, values = slice(segment.start, segment.stop), segment.values
@@ -148,9 +143,8 @@ def adapt_embedding(x: Tensor, ids: Tensor, extras: Extras, name: str = "embed")
 
 
 def adapt_head(logits: Tensor, x: Tensor, extras: Extras, bias: Tensor | None, tied: bool) -> None:
-    """logits [L, vocab] float32 of x [L, hidden]; changed in place. bias: the base model's.
-
-    tied: the head is the embedding, so embedding rows trained for some tokens apply here, too.
+    """logits [L, vocab] float32 of x [L, hidden]; changed in place. bias: the base model's. tied: embedding
+    rows trained for some tokens apply here, too.
     """
     for segment in extras:
         values = segment.values

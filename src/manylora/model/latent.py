@@ -46,10 +46,7 @@ class _Adapted:
 
 @dataclass(frozen=True)
 class Expansion:
-    """kv_b_proj, from latents to each head's keys and values. It is applied to queries and to sums.
-
-    weight [H, plain_dim + value_dim, kv_rank].
-    """
+    """kv_b_proj [H, plain_dim + value_dim, kv_rank], from latents to each head's keys and values."""
 
     layer: int
     weight: Tensor
@@ -103,10 +100,7 @@ class Expansion:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """qkv: fused q_proj (or q_a_proj if queries have a latent) and kv_a_proj_with_mqa.
-
-    q_up: q_b_proj, or None. pairs: neighbours are rotated together.
-    """
+    """qkv: fused q_proj or q_a_proj, and kv_a_proj_with_mqa. q_up: q_b_proj. pairs: neighbours rotate."""
 
     sizes: LatentConfig
     heads: int

@@ -17,9 +17,7 @@ HALF = 2.0**-0.5  # keeps the magnitude of a sum of two vectors
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """For the first layers, as many as the table covers: [vocab_size, layers * dim]. project: hidden to
-    layers * dim, for all layers. norm: over dim.
-    """
+    """table [vocab_size, layers * dim]. project: hidden to layers * dim. norm: over dim."""
 
     config: LayerInputsConfig
     table: Tensor | Panels

@@ -21,10 +21,7 @@ from manylora.model.extras import adapt_inputs, adapt_linear, adapt_norm, change
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm, or LayerNorm if there is a bias. weight [N], in the input's dtype or in float32.
-
-    name: in the extras of adapters. plus_one: the checkpoint stores the weight minus 1.
-    """
+    """RMSNorm, or LayerNorm if there is a bias. weight [N]. name: in extras. plus_one: stored minus 1."""
 
     ops: ReferenceOps
     weight: Tensor
@@ -63,9 +60,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class LoraLinear:
-    """y = x W^T + bias, plus the delta of each row's adapter.
-
-    weight: [N, K], packed by `ops.pack`. targets: the LoRA modules and the output columns they add to.
+    """y = x W^T + bias, plus the delta of each row's adapter. weight: [N, K], packed by `ops.pack`. targets:
+    the LoRA modules and the output columns they add to.
     """
 
     ops: ReferenceOps
@@ -88,9 +84,8 @@ class LoraLinear:
 
 
 class Rotation(NamedTuple):
-    """How the positions of a step's rows affect queries, keys and scores. None: no effect.
-
-    growth: factors on queries, [T, 1, 1]. bias: on an encoder's scores, [heads, longest, longest].
+    """How positions affect queries, keys and scores. None: not. growth: factors on queries, [T, 1, 1]. bias:
+    on an encoder's scores, [heads, longest, longest].
     """
 
     rotary: Rotary | None = None
@@ -113,12 +108,9 @@ class Attends(Protocol):
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention over paged keys and values. In an encoder: within whole prompts, without a
-    cache.
-
-    config: of this layer. q_norm, k_norm: over head_dim, or over all heads at once if config.qk_norm is
-    `all`; or None.
-    rotary: index of the layer's rotation among the step's; -1: none. v_norm: over head_dim, or None.
+    """Grouped-query attention over paged keys and values; in an encoder, within whole prompts without a
+    cache. config: of this layer. q_norm, k_norm: over head_dim, or over all heads if config.qk_norm is `all`.
+    rotary: index of the layer's rotation among the step's; -1: none. v_norm: over head_dim.
     """
 
     config: ModelConfig
@@ -192,9 +184,8 @@ class Attention:
 
 
 def halves_first(x: Tensor, count: int) -> Tensor:
-    """Reorder the first `count` elements of each head from pairs to all first ones, then all second ones.
-
-    Scores do not change if queries and keys are both reordered. x [T, H, D].
+    """Reorder the first `count` elements of each head, x [T, H, D], from pairs to all first ones, then all
+    second ones. Scores do not change if queries and keys both are.
     """
     if count == x.shape[-1]:
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).reshape(x.shape)

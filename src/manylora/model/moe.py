@@ -40,7 +40,6 @@ Router = LoraLinear | WideRouter
 
 def route(logits: Tensor, config: MoeConfig, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The chosen experts [T, k] int64 and their weights [T, k] float32, from router logits [T, experts].
-
     correction [experts] float32: added to the scores for choosing experts only.
     """
     routing = config.routing
@@ -167,10 +166,8 @@ class Moe:
 
 @dataclass(frozen=True)
 class ExpertsBesideMlp:
-    """The sum of an MLP's output and of experts that read the same stream, each with its own norms.
-
-    moe: called like `Moe`. scored: the norm of the router's input, which is also multiplied by hidden **
-    -0.5.
+    """The sum of an MLP's output and of experts that read the same stream, each with its own norms. moe:
+    called like `Moe`. scored: the norm of the router's input, which is also multiplied by hidden ** -0.5.
     """
 
     moe: Callable[[Tensor, LoraBatch | None, Tensor], Tensor]

@@ -17,10 +17,8 @@ from manylora.model.families.family import TensorNames
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Rows [start, start + rows) of the checkpoint tensor `source`, which has `total` rows.
-
-    experts > 0: the tensor stacks the matrices of this many experts; the rows are of number `expert`. step:
-    distance between rows.
+    """Rows [start, start + rows * step) of the checkpoint tensor `source`, which has `total` rows. experts >
+    0: it stacks the matrices of this many experts; the rows are of number `expert`.
     """
 
     source: str

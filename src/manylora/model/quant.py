@@ -109,10 +109,7 @@ def stack_weights(pieces: Sequence[Tensor | QuantisedWeight]) -> Tensor | Quanti
 def check_quant_request(
     config: QuantConfig | None, stored: CheckpointQuant | None, is_quantised: bool
 ) -> None:
-    """Raises ConfigError if a checkpoint cannot be quantised as requested.
-
-    stored: its own quantisation. is_quantised: it has quantised weights.
-    """
+    """Raises ConfigError if a checkpoint cannot be quantised as requested. stored: its own quantisation."""
     if config is None or config.quant_algo in (None, QuantAlgo.NO_QUANT):
         return
     if is_quantised:
@@ -145,13 +142,9 @@ def _nonzero(scales: Tensor) -> Tensor:
 
 
 class EffectiveWeights:
-    """A checkpoint's weights as the served model uses them in products. Thread-safe.
-
-    DoRA's norms must be those of these weights, which loading may round. They are computed from the
-    checkpoint.
-
-    quant: how plain linear layers are quantised at load time. dtype: the compute dtype, to which scales are
-    rounded; float32 if unknown, which does not round them.
+    """A checkpoint's weights as the served model uses them in products; DoRA's norms must be those of these,
+    which loading may round. quant: of plain linear layers at load time. dtype: to which scales are rounded;
+    float32 if unknown. Thread-safe.
     """
 
     def __init__(

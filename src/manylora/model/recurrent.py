@@ -110,10 +110,7 @@ def mamba2_weights(own: Mamba2Config, weights: Mapping[str, Tensor], eps: float)
 
 @dataclass(frozen=True)
 class ShortConv:
-    """project: to [b; c; h]. b * h is the input of the convolution, whose output is multiplied by c.
-
-    taps: [taps, channels] float32, newest input last.
-    """
+    """project: to [b; c; h]. The convolution is of b * h, times c. taps: [taps, channels], newest last."""
 
     ops: ReferenceOps
     project: LoraLinear

@@ -43,10 +43,8 @@ class Rope:
 
 
 class RotaryTable:
-    """Caches the rotation of rows. On a CPU it is computed once per position, unless it depends on the
-    length: it takes a dozen torch calls, which are slower than using the cached numbers.
-
-    dtype: the compute dtype.
+    """The rotation of rows, in `dtype`. On a CPU it is kept for each position, unless it depends on the
+    length: a dozen torch calls are slower than reading it.
     """
 
     def __init__(self, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:

@@ -27,10 +27,8 @@ FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class SafetensorsFile:
-    """A context manager that closes the file. Raises ConfigError unless the file is a complete safetensors
-    file.
-
-    on_read: called with the number of bytes of each read, from any thread.
+    """A context manager. Raises ConfigError unless the file is a complete safetensors file. on_read: called
+    with the number of bytes of each read, from any thread.
     """
 
     def __init__(self, path: Path, on_read: Callable[[int], None] = lambda count: None) -> None:

@@ -21,10 +21,7 @@ from manylora.model.layers import LoraLinear, Mlp, Norm
 
 
 class Transformer:
-    """weights: our names -> tensors on one device, as loaded by `model.weights`, with packed matrices.
-
-    dtype: the compute dtype; weights may be narrower.
-    """
+    """weights: by our names, from `model.weights`. dtype: the compute dtype; weights may be narrower."""
 
     def __init__(
         self, config: ModelConfig, weights: dict[str, Any], dtype: torch.dtype, ops: ReferenceOps

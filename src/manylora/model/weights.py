@@ -49,11 +49,8 @@ Files = dict[str, SafetensorsFile | GgufFile]
 
 
 def compute_dtype(choice: str, config: ModelConfig, device: Device) -> torch.dtype:
-    """The dtype of all tensors except weights. Called once, before weights are loaded.
-
-    `auto`: the checkpoint's. On a CPU, float32 replaces float16, and also bfloat16 if the processor lacks it:
-    both are slow there, and float32 loses nothing. It is also float32 if bfloat16 products round it
-    themselves.
+    """The dtype of all tensors except weights. `auto`: the checkpoint's. On a CPU, float32 replaces float16,
+    and bfloat16 if the processor lacks it or its products would round: float32 loses nothing.
     """
     if choice == "auto":
         choice = config.dtype
@@ -66,11 +63,9 @@ def compute_dtype(choice: str, config: ModelConfig, device: Device) -> torch.dty
 def adapter_dtype(
     settings: EngineConfig, config: ModelConfig, compute: torch.dtype, device: Device
 ) -> torch.dtype:
-    """The dtype of adapters in memory.
-
-    `auto`: `dtype` if it was set, or the checkpoint's if kernels widen it on reading, otherwise the compute
-    dtype. This halves their bytes, and rounds float32 adapters. Raises ConfigError for a dtype that the
-    kernels cannot read.
+    """The dtype of adapters in memory. `auto`: `dtype` if it was set, or the checkpoint's if kernels widen it
+    on reading, which halves the bytes and rounds float32 adapters; else the compute dtype. Raises
+    ConfigError.
     """
     wanted, name = settings.lora.lora_adapter_dtype, settings.dtype
     if wanted == "auto":
@@ -101,11 +96,8 @@ def load_decoder(
     max_seq_len: int | None = None,
     quant: QuantConfig | None = None,
 ) -> Decoder | EncoderDecoder:
-    """Load the model in `model_dir` onto `device`.
-
-    dtype: the compute dtype. max_seq_len: longest sequence of an encoder-decoder model; None: what the model
-    allows. quant: for linear layers; None: as in the checkpoint. Raises ConfigError that names a missing,
-    unknown or wrongly shaped tensor, or a broken file.
+    """Load the model in `model_dir` onto `device`. max_seq_len: of an encoder-decoder model; None: what it
+    allows. quant: for linear layers; None: as in the checkpoint. Raises ConfigError that names a tensor.
     """
     config, weights = load_weights(model_dir, config, dtype, device, quant)
     if config.bidirectional:
@@ -131,7 +123,6 @@ def load_weights(
     take: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """The weights by our names, with packed matrices; and the config, corrected according to the checkpoint.
-
     take: selects the part of the plan to read. Raises ConfigError, as `load_decoder`.
     """
     rounds_inputs = _check_rounding(weights_algo(model_dir, quant), device)
@@ -182,9 +173,7 @@ def _with_own_head(config: ModelConfig, files: Files) -> ModelConfig:
 def _loaded_dtype(
     name: str, spec: WeightSpec, files: Files, compute: torch.dtype, device: Device
 ) -> torch.dtype:
-    """A tensor's dtype in memory: the compute dtype, or the checkpoint's if kernels widen that exactly, or
-    the dtype to which linear layers round their inputs.
-    """
+    """The compute dtype, the checkpoint's if kernels widen that, or the one to which inputs are rounded."""
     if spec.plus_one or spec.wide:
         return torch.float32
     if not (spec.is_matrix or name in ("embed", "layer_inputs.embed")):
@@ -345,10 +334,8 @@ def _plain_rows(spec: WeightSpec, piece: RowSlice, stored: FileTensor | PlainTen
 
 @dataclass(frozen=True)
 class _WeightReader:
-    """Reads and packs the weights of a plan.
-
-    dtype: the compute dtype. quant: for plain linear layers; None: as in the checkpoint. rounds_inputs: of
-    quantised layers. is_head: the embedding's table is the head, too.
+    """Reads and packs the weights of a plan. quant: for plain linear layers. is_head: the embedding is the
+    head.
     """
 
     files: Files

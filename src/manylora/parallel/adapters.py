@@ -48,9 +48,8 @@ def place_in_stage(model: ModelConfig, mapping: Mapping, module_id: int, layer: 
 
 @dataclass(frozen=True)
 class PassedKv:
-    """Keys and values of a layer that a stage receives from the previous one or sends to the next.
-
-    place: index in its cache; None: it only passes them on. heads, dim: per token.
+    """Keys and values of a layer that one stage sends to the next. place: index in its cache; None: it only
+    passes them on. heads, dim: per token.
     """
 
     layer: int

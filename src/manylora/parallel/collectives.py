@@ -10,10 +10,8 @@ from manylora.parallel.mapping import Mapping
 
 
 class Collectives:
-    """Uses the initialised process group of torch.distributed. Every rank creates one, and all ranks of a
-    stage call the same operations in the same order.
-
-    device: of the tensors. `least` uses it, too, because NCCL supports no others.
+    """Uses the initialised process group of torch.distributed. All ranks of a stage call the same operations
+    in the same order. device: of the tensors.
     """
 
     def __init__(self, mapping: Mapping, device: torch.device) -> None:
@@ -25,9 +23,8 @@ class Collectives:
         self._leader = mapping.tp_group[0]
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks of this stage, in rank order, with identical bits on each rank.
-
-        Does not use all-reduce, whose order of additions for a row depends on the rows beside it.
+        """Over the ranks of this stage, in rank order, with identical bits on each. All-reduce would add a
+        row in an order that depends on the rows beside it.
         """
         if self._size == 1:
             return x

@@ -207,9 +207,7 @@ T = TypeVar("T")
 
 
 def rank_config(model: ModelConfig, mapping: Mapping) -> ModelConfig:
-    """Sizes of this rank's part: its heads, the width of its MLPs, the layers of its stage (numbered from 0),
-    and its experts. Vocabulary and hidden size are the model's. Raises ConfigError.
-    """
+    """Sizes of this rank's part, with layers numbered from 0. Vocabulary and hidden size are the model's."""
     check_mapping(model, mapping)
     if mapping.world_size == 1:
         return model

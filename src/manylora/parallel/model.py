@@ -79,10 +79,8 @@ class SpreadMlp(Mlp):
 
 @dataclass(frozen=True)
 class SharedNorm(Norm):
-    """RMSNorm over all heads at once, of which this rank has some.
-
-    share: of the heads on all ranks, the share that counts: less than 1 if several ranks have the same heads.
-    total: elements of the whole.
+    """RMSNorm over all heads at once, of which this rank has some. share: less than 1 if several ranks have
+    the same heads. total: elements of the whole.
     """
 
     add_up: Callable[[Tensor], Tensor] = lambda x: x
@@ -112,10 +110,8 @@ def look_up_shared(
 
 
 class SharedLayers(Transformer):
-    """Must precede the kind of model in a class's bases.
-
-    config: as from `rank_config`. model: the whole model's. weights: as in `rank_plan`, with empty ones for
-    the embedding and the head on stages without them. more: further arguments of the kind of model.
+    """Must precede the kind of model in a class's bases. config: as from `rank_config`. model: the whole
+    model's. weights: as in `rank_plan`. more: further arguments of the kind of model.
     """
 
     def __init__(
@@ -200,9 +196,7 @@ class SharedLayers(Transformer):
 
 @dataclass(frozen=True)
 class MoePart(Moe):
-    """As `Moe`, with experts [first, first + config.num_experts) of those among which the router chooses. The
-    other experts contribute 0, so that the ranks' results can be summed.
-    """
+    """With experts [first, first + config.num_experts) of the router's; others contribute 0 to the sum."""
 
     first: int = 0
 
@@ -231,10 +225,9 @@ class MoePart(Moe):
 
 @dataclass(frozen=True)
 class SharedMamba2(Mamba2):
-    """A Mamba-2 layer on one rank, if heads that are normalised together are on several ranks.
-
-    add_up: sums over the ranks of a stage, [T, groups]. group, groups: the group of this rank's heads, and
-    the number of groups. total: values per group, over all its ranks.
+    """A Mamba-2 layer on one rank, if heads that are normalised together are on several. group: of this
+    rank's heads, of `groups`, with `total` values over all its ranks. add_up: sums over the ranks, [T,
+    groups].
     """
 
     add_up: Callable[[Tensor], Tensor] = lambda x: x
@@ -257,11 +250,8 @@ class SharedMamba2(Mamba2):
 
 @dataclass(frozen=True)
 class RankLayerInputs(LayerInputs):
-    """The per-layer embeddings on one rank. The table has the columns of this stage's layers and the rows
-    of `tokens`.
-
-    The first stage computes the parts from embeddings for all layers, because only it has the embeddings
-    and the adapters' rows of that matrix.
+    """The columns of this stage's layers and the rows of `tokens`. The first stage computes the parts from
+    embeddings for all layers, because only it has these and the adapters' rows of that matrix.
     """
 
     collectives: Collectives
@@ -431,11 +421,8 @@ class RankDecoder(SharedLayers, Decoder):
 
 
 class RankEncoderDecoder(SharedLayers, EncoderDecoder):
-    """A stage has layers of both stacks. The cache has keys and values of this rank's heads, for the decoder
-    layers of its stage. The output of the encoder's last stage is sent to all stages, for their
-    cross-attention.
-
-    more: EncoderDecoder's max_seq_len. `forward` returns logits on rank 0, and [0, vocab] on others.
+    """A stage has layers of both stacks; the cache, those of its decoder. The output of the encoder's last
+    stage is sent to all. `forward` returns logits on rank 0, and [0, vocab] on others.
     """
 
     def _enter(self, batch: ForwardBatch, stack: Stack) -> Tensor:
@@ -458,9 +445,7 @@ class RankEncoderDecoder(SharedLayers, EncoderDecoder):
 
 @dataclass(frozen=True)
 class ModelPart:
-    """model: the whole model. local: this rank's part, whose sizes caches and kernels use. dtype: the compute
-    dtype. decoder: returns logits on rank 0, and no rows elsewhere. slicer: None if there is only one rank.
-    """
+    """local: this rank's part of the model. decoder: returns logits on rank 0, and no rows elsewhere."""
 
     model: ModelConfig
     local: ModelConfig

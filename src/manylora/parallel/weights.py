@@ -39,10 +39,8 @@ BEHIND = ("altup.leave.", "0.project_out.")
 
 
 def rank_plan(plan: Plan, model: ModelConfig, mapping: Mapping) -> Plan:
-    """The part of the whole model's plan. Layers and experts are numbered from the first of this rank.
-
-    head.bias is complete, because adapters on the head need it. Raises ConfigError for a weight that cannot
-    be shared.
+    """The part of the whole model's plan, with layers and experts numbered from this rank's first. head.bias
+    is complete, because adapters on the head need it. Raises ConfigError for a weight that cannot be shared.
     """
     layers = layers_of_stage(model, mapping)
     found: Plan = {}

@@ -32,9 +32,7 @@ class CheckpointQuant:
 
 
 def checkpoint_quant(raw: Mapping[str, Any], model_dir: Path) -> CheckpointQuant | None:
-    """raw: config.json. Also reads the separate file that the first GPTQ tools wrote. None: plain weights, or
-    those of `manylora build`. Raises ConfigError.
-    """
+    """raw: config.json. Also reads the file that the first GPTQ tools wrote. None: plain weights, or ours."""
     named, path = raw.get("quantization_config"), model_dir / GPTQ_FILE
     file = "config.json: quantization_config"
     try:

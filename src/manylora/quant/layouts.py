@@ -222,10 +222,8 @@ def halves_to_bytes(halves: Tensor) -> Tensor:
 
 
 def regroup(groups: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Order the inputs by group, and split them into runs of equal length, each within one group.
-
-    groups: int [K], the group of each input. Returns the order int64 [K] (None: unchanged), and the group of
-    each run, int64 [K / length], with the largest possible length.
+    """Order the inputs by their group, groups [K], and split them into equal runs, as long as possible, each
+    in one group. Returns the order int64 [K] (None: unchanged), and the group of each run.
     """
     groups = groups.long()
     order = None

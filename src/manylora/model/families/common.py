@@ -17,8 +17,7 @@ ACTIVATIONS = {
 
 
 def read_common(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the fields of ModelConfig that have the same names in most families. raw: `ModelFamily.settings`.
-    rope: keyword arguments of `read_rope`. Raises ConfigError."""
+    """The fields of ModelConfig that have the same names in most families. rope: for `read_rope`."""
     heads, hidden = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
     return {
         "vocab_size": _size(raw, "vocab_size"),

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from manylora.model.families import (
-    bart,
     bert,
     deepseek,
+    encoder_decoder,
     gemma,
     gpt,
-    interleaved,
-    lfm2,
     llama,
-    llama4,
     mamba,
     moe,
-    qwen3_next,
-    t5,
+    recurrent,
     vision,
 )
 from manylora.model.families.family import ModelFamily
 
-MODULES = (
-    llama,
-    interleaved,
-    gemma,
-    gpt,
-    moe,
-    deepseek,
-    llama4,
-    qwen3_next,
-    lfm2,
-    mamba,
-    vision,
-    t5,
-    bart,
-    bert,
-)
+MODULES = (llama, gemma, gpt, moe, deepseek, recurrent, mamba, vision, encoder_decoder, bert)
 FAMILIES: dict[str, ModelFamily] = {
     name: family for module in MODULES for name, family in module.FAMILIES.items()
 }

@@ -166,8 +166,7 @@ def _modernbert(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _modernbert_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Converts the two rotary bases to Gemma 3's names. Converts the window, which counts both sides, to the
-    tokens on one side plus the token itself."""
+    """With Gemma 3's names of rotary bases, and a window that counts one side and the token itself."""
     if raw.get("rope_scaling"):
         raise ConfigError("config.json: rope_scaling is not supported for ModernBERT")
     return flat_rope(

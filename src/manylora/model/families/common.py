@@ -128,9 +128,7 @@ def read_windows(raw: Mapping[str, Any], sliding: list[bool] | None = None) -> t
 def recurrent_layers(
     raw: Mapping[str, Any], kinds: Sequence[str], kind: str = "linear_attention"
 ) -> frozenset[int]:
-    """The layers of this kind. kinds: of all layers; the other kind is full_attention, which one layer at
-    least must have. Raises ConfigError.
-    """
+    """The layers of this kind; another, one at least, is full_attention. Raises ConfigError."""
     check_each(raw, kinds)
     unknown = set(kinds) - {kind, "full_attention"}
     if unknown:

@@ -73,8 +73,7 @@ def _gemma2(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers with a window have a separate rotary base and no scaling. With bidirectional attention, half of
-    the window is on each side."""
+    """Layers with a window have a rotary base of their own. If bidirectional, it is on both sides."""
     pattern = raw["sliding_window_pattern"]
     sliding = [(layer + 1) % pattern != 0 for layer in range(raw["num_hidden_layers"])]
     if raw.get("use_bidirectional_attention"):
@@ -243,8 +242,7 @@ def _gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma4_shape(raw: Mapping[str, Any], layer: int, full: bool, reads_kv: bool) -> LayerShape:
-    """The sizes of a layer. Layers without a window have their own: from `per_layer_config`, which
-    transformers writes, or else from the keys of the first releases."""
+    """Layers without a window have other sizes: in `per_layer_config`, or in the first releases' keys."""
     one = raw["attention_k_eq_v"]
     own: dict[str, Any] = {}
     if raw["per_layer_config"] is not None:

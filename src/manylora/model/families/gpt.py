@@ -1,5 +1,4 @@
-"""GPT-2, OPT, GPT-NeoX, Falcon, Phi, StarCoder2, StableLM and Nemotron: LayerNorm, mostly MLPs without a
-gate, often parallel blocks."""
+"""GPT-2, OPT, GPT-NeoX, Falcon, Phi, StarCoder2, StableLM and Nemotron: LayerNorm, mostly no gate."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Models with Mamba-2 layers: Granite 4, Bamba, Nemotron-H, and Falcon-H1, whose layers have attention and
-Mamba-2 side by side.
-"""
+"""Models with Mamba-2 layers: Granite 4, Bamba, Nemotron-H, and Falcon-H1, beside its attention."""
 
 from __future__ import annotations
 
@@ -83,8 +81,7 @@ def layers_of(raw: Mapping[str, Any], kinds: list[str] | None) -> frozenset[int]
 def read_mamba(
     raw: Mapping[str, Any], layers: frozenset[int], size: int | None = None
 ) -> Mamba2Config | None:
-    """Reads the settings of Mamba layers. Returns None if there are no such layers. size: of all heads
-    together; None: the hidden size times `mamba_expand`. Raises ConfigError."""
+    """None if there are no such layers. size: of all heads; None: hidden size times `mamba_expand`."""
     if not layers:
         return None
     size = int(raw["mamba_expand"] * raw["hidden_size"]) if size is None else size

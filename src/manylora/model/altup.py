@@ -22,9 +22,7 @@ LEAST = 1e-5  # minimum mean square when scaling a stream
 
 @dataclass(frozen=True)
 class Streams:
-    """Creates the streams from embeddings, and joins them after the last layer. enter, leave: one linear
-    layer for each stream except the first.
-    """
+    """Splits embeddings into streams, and joins these. enter, leave: for each stream but the first."""
 
     enter: tuple[LoraLinear, ...]
     leave: tuple[LoraLinear, ...]

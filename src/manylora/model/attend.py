@@ -116,9 +116,7 @@ def paged_groups(
     bias: RelativeBias | None = None,
     causal: bool = False,
 ) -> list[PagedGroup]:
-    """Sequences with one query row form one group, each other is a group. Computed once per step. causal:
-    query rows are a sequence's last tokens and do not see later ones.
-    """
+    """Sequences with one query row are one group, others one each. causal: rows do not see later ones."""
     sequences = list(enumerate(pairwise(batch.query_starts)))
     single = [s for s, (start, stop) in sequences if stop - start == 1]
     together = [single] if single else []

@@ -1,6 +1,4 @@
-"""What a forward pass gets: its input (ForwardBatch), and the tensors of the KV cache, one for all layers if
-they are equal, otherwise one per layer.
-"""
+"""What a forward pass gets: its input (ForwardBatch), and the tensors of the KV cache."""
 
 from __future__ import annotations
 

@@ -71,9 +71,7 @@ class Built:
 
 
 def build(plan: BuildPlan) -> Built:
-    """Raises ConfigError if the model cannot be served or the directory cannot be written. config.json is
-    written last, so that an interrupted build is not mistaken for a model.
-    """
+    """Raises ConfigError. config.json is written last, so that a part is not mistaken for a model."""
     model = read_model_config(plan.model_dir)
     _check_limits(plan, model)
     try:

@@ -18,6 +18,7 @@ from manylora.quant.checkpoint import checkpoint_quant
 HEADED = re.compile(
     r"(\w+?)(ForSequenceClassification|ForTokenClassification|ForMaskedLM|ForPreTraining|Model)"
 )
+CAUSAL = ("ForCausalLM", "LMHeadModel", "Model")
 START = "decoder_start_token_id"
 # Encoders that are not supported, by the start of their name, and models that do the same work.
 RERANKERS = "BAAI/bge-reranker-v2-m3 or cross-encoder/ms-marco-MiniLM-L6-v2"
@@ -38,7 +39,13 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         raise ConfigError(
             f"{model_dir} is a TensorRT-LLM {kind}: name the Hugging Face directory that it was made from"
         )
-    architecture, headed = _causal((raw.get("architectures") or ["none"])[0])
+    architecture, headed = (raw.get("architectures") or ["none"])[0], None
+    named_head = HEADED.fullmatch(architecture)
+    if named_head is not None and architecture not in FAMILIES:  # the family has a language-model head
+        stem = named_head[1]
+        known = [name for end in CAUSAL if (name := f"{stem}{end}") in FAMILIES]
+        if known:
+            architecture, headed = known[0], named_head[2].endswith("Classification")
     family = FAMILIES.get(architecture)
     if family is None:
         other = next((models for name, models in INSTEAD.items() if architecture.startswith(name)), None)
@@ -96,16 +103,6 @@ def read_model_config(model_dir: Path) -> ModelConfig:
                 f"{heads} key heads equally"
             )
     return config
-
-
-def _causal(architecture: str) -> tuple[str, bool | None]:
-    """The family of an architecture, and if it has another head, whether that is for classification."""
-    found = HEADED.fullmatch(architecture)
-    if found is None or architecture in FAMILIES:
-        return architecture, None
-    kinds = ("ForCausalLM", "LMHeadModel", "Model")
-    known = [f"{found[1]}{kind}" for kind in kinds if f"{found[1]}{kind}" in FAMILIES]
-    return (known[0], found[2].endswith("Classification")) if known else (architecture, None)
 
 
 def _stored_dtype(model_dir: Path) -> str:

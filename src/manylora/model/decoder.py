@@ -27,10 +27,10 @@ from manylora.model.attend import RelativeBias
 from manylora.model.batch import ForwardBatch, HiddenRows, KvTensors
 from manylora.model.decoder_layers import DecoderLayers
 from manylora.model.extras import adapt_head, adapt_prompt
-from manylora.model.layer_inputs import LayerInputs
 from manylora.model.layers import (
     Attention,
     Block,
+    LayerInputs,
     LogitRows,
     Mlp,
     Norm,
@@ -192,9 +192,14 @@ class Decoder(DecoderLayers):
         """
         found = self._in_one_call(batch, kv)
         logits, best = found or (self._in_layers(batch, kv, states), None)
-        bounded = self._bounded(logits)
-        batch.best.tokens = best if bounded is logits else None
-        return bounded
+        scale, cap = self.config.logits_scale, self.config.logits_softcap
+        if scale == 1 and cap is None:
+            batch.best.tokens = best
+            return logits
+        batch.best.tokens = None
+        with torch.inference_mode():
+            logits = logits * scale if scale != 1 else logits
+            return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _in_one_call(self, batch: ForwardBatch, kv: KvTensors) -> tuple[Tensor, Tensor] | None:
         """None if the layers must be called one by one."""
@@ -227,15 +232,6 @@ class Decoder(DecoderLayers):
         ]
         own = None if self._layer_inputs is None else self._vectors(self._layer_inputs, x, batch)
         return self._layers(x, rotations, batch, kv, states, own)
-
-    def _bounded(self, logits: Tensor) -> Tensor:
-        """Apply the family's scale and soft cap to the logits."""
-        scale, cap = self.config.logits_scale, self.config.logits_softcap
-        if scale == 1 and cap is None:
-            return logits
-        with torch.inference_mode():
-            logits = logits * scale if scale != 1 else logits
-            return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _layers(
         self,
@@ -297,9 +293,7 @@ class Decoder(DecoderLayers):
         return self._logits(x, delta, batch)
 
     def _wanted(self, batch: ForwardBatch) -> LogitRows | None:
-        """The rows for which the last layer is computed after its attention. None: all, if extras of adapters
-        depend on that, or if tables are on another device.
-        """
+        """Those that the last layer computes after its attention. None: all, as extras may need them."""
         rows, lora = batch.logits_rows, batch.lora
         if self._device.type != "cpu" or batch.pooled is not None or self._streams is not None:
             return None

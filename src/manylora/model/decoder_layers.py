@@ -24,12 +24,13 @@ from manylora.lora.modules import LoraModuleId
 from manylora.model.altup import AltUp, AltUpBlock, Laurel
 from manylora.model.families import FAMILIES
 from manylora.model.latent import Expansion, LatentAttention
-from manylora.model.layer_inputs import LayerInput, LayerInputs
 from manylora.model.layers import (
     Attends,
     Attention,
     Block,
     FeedForward,
+    LayerInput,
+    LayerInputs,
     LoraLinear,
     Mlp,
     Norm,

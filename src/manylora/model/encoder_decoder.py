@@ -143,9 +143,7 @@ class EncoderDecoder(Transformer):
 
     @torch.inference_mode()
     def encode(self, batch: ForwardBatch, kv: KvTensors) -> None:
-        """Run the encoder on whole prompts, and write the keys and values of all cross-attention layers to
-        kv, at `batch.attention.slots`.
-        """
+        """Run the encoder on whole prompts; write cross-attention's keys and values to kv, at the slots."""
         starts, stack = batch.attention.query_starts, self._encoder
         bias = None
         if stack.bias is not None:
@@ -166,9 +164,7 @@ class EncoderDecoder(Transformer):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: KvTensors) -> Tensor:
-        """Logits [L, vocab] float32 of `batch.logits_rows`. Writes to kv [decoder layers, 2, num_blocks,
-        tokens_per_block, num_heads, head_dim].
-        """
+        """Logits [L, vocab] float32 of `batch.logits_rows`. Writes the decoder's keys and values to kv."""
         assert batch.cross is not None
         stack, size = self._decoder, kv[0].shape[2]
         cross_groups = paged_groups(batch.cross, size, self.dtype)
@@ -253,29 +249,22 @@ class EncoderDecoder(Transformer):
             for part in ("attention_norm", "cross_norm", "mlp_norm")
         )
         assert attention_norm is not None and mlp_norm is not None
+        cross, config = None, self.config
+        if crosses:
+            q = LoraTarget(LoraModuleId.CROSS_ATTN_Q, 0, config.q_size)
+            k = LoraTarget(LoraModuleId.CROSS_ATTN_K, 0, config.kv_size)
+            v = LoraTarget(LoraModuleId.CROSS_ATTN_V, config.kv_size, config.kv_size)
+            out = LoraTarget(LoraModuleId.CROSS_ATTN_DENSE, 0, config.hidden_size)
+            named = (("cross_q", (q,)), ("cross_kv", (k, v)), ("cross_out", (out,)))
+            cross = _CrossAttention(config, *(self._linear(number, name, *those) for name, those in named))
         return Layer(
             self._encoder_config.post_norm,
             SelfAttention(
                 self.config if crosses else self._of_encoder, self._qkv(number), self._attention_out(number)
             ),
-            self._cross(number) if crosses else None,
+            cross,
             self._mlp(number),
             attention_norm,
             cross_norm,
             mlp_norm,
-        )
-
-    def _cross(self, number: int) -> _CrossAttention:
-        config = self.config
-        keys_values = (
-            LoraTarget(LoraModuleId.CROSS_ATTN_K, 0, config.kv_size),
-            LoraTarget(LoraModuleId.CROSS_ATTN_V, config.kv_size, config.kv_size),
-        )
-        return _CrossAttention(
-            config,
-            q=self._linear(number, "cross_q", LoraTarget(LoraModuleId.CROSS_ATTN_Q, 0, config.q_size)),
-            kv=self._linear(number, "cross_kv", *keys_values),
-            out=self._linear(
-                number, "cross_out", LoraTarget(LoraModuleId.CROSS_ATTN_DENSE, 0, config.hidden_size)
-            ),
         )

@@ -1,7 +1,4 @@
-"""Applies the extras of adapters (biases, norms, embedding, head) to their rows of a batch.
-
-`manylora.lora.extras` lists their names.
-"""
+"""Applies the extras of adapters, as named in `manylora.lora.extras`, to their rows of a batch."""
 
 from __future__ import annotations
 

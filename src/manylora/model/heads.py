@@ -1,6 +1,4 @@
-"""Classification heads, which replace the language-model head, and the dense layers that
-sentence-transformers applies after pooling.
-"""
+"""Classification heads, and the dense layers that sentence-transformers applies after pooling."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ class HeadLayer:
 
 @dataclass(frozen=True)
 class ClassificationHead:
-    """weight [labels, n], bias [labels] or None. dense: weight and bias of a layer before it. activation:
-    of that layer.
-    """
+    """weight [labels, n], bias [labels]. dense: weight and bias of a layer before it. activation: its."""
 
     weight: Tensor
     bias: Tensor | None = None

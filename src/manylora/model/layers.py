@@ -10,9 +10,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from manylora.config.blocks import BesideConfig
+from manylora.config.blocks import BesideConfig, LayerInputsConfig
 from manylora.config.model import ModelConfig
 from manylora.kernels.attention import rotate
+from manylora.kernels.panels import Panels, look_up
 from manylora.kernels.reference import ACTIVATIONS, ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
 from manylora.model.attend import attend_spans
@@ -60,9 +61,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class LoraLinear:
-    """y = x W^T + bias, plus the delta of each row's adapter. weight: [N, K], packed by `ops.pack`. targets:
-    the LoRA modules and the output columns they add to.
-    """
+    """y = x W^T + bias, plus each row's adapter. weight: [N, K], packed. targets: modules and columns."""
 
     ops: ReferenceOps
     layer: int
@@ -84,9 +83,7 @@ class LoraLinear:
 
 
 class Rotation(NamedTuple):
-    """How positions affect queries, keys and scores. None: not. growth: factors on queries, [T, 1, 1]. bias:
-    on an encoder's scores, [heads, longest, longest].
-    """
+    """Of queries and keys. growth: factors on queries, [T, 1, 1]. bias: on an encoder's scores."""
 
     rotary: Rotary | None = None
     growth: Tensor | None = None
@@ -94,9 +91,7 @@ class Rotation(NamedTuple):
 
 
 class Attends(Protocol):
-    """The attention of a block; x [T, hidden] -> [T, hidden]. rotary: index of its rotation among the step's;
-    -1: none. kv: the layer's part of the cache.
-    """
+    """x [T, hidden] -> [T, hidden]. rotary: index of its rotation; -1: none. kv: the layer's."""
 
     @property
     def rotary(self) -> int: ...
@@ -161,22 +156,16 @@ class Attention:
             mixed = attend_spans(q, k, v, batch.query_starts, *own)
         else:
             q = ops.rotate_and_store(q, k, v, rotation.rotary, kv[0], kv[1], batch)
-            if lora is not None and lora.extras:
-                self._store_prefixes(lora, batch, kv, rotation, v.dtype)
+            # Overwrite the unused keys and values of virtual tokens with those that adapters bring.
+            extras = lora.extras if lora is not None else ()
+            for places, mine, values in prefixes(extras, self.qkv.layer, config.num_kv_heads, v.dtype):
+                if config.rope_interleaved and rotation.rotary is not None:
+                    mine = halves_first(mine, config.rotary_dim)
+                ops.store_kv(mine, values, kv[0], kv[1], replace(batch, slots=batch.slots[places]))
             mixed = ops.attention(q, kv[0], kv[1], batch, self.params)
         if config.attention_gated:
             mixed = mixed.view(gate.shape) * torch.sigmoid(gate)
         return self.out(mixed.reshape(rows, config.q_size), lora)
-
-    def _store_prefixes(
-        self, lora: LoraBatch, batch: AttentionBatch, kv: Tensor, rotation: Rotation, dtype: torch.dtype
-    ) -> None:
-        """Overwrite the unused keys and values of virtual tokens with those that adapters bring."""
-        config = self.config
-        for rows, k, v in prefixes(lora.extras, self.qkv.layer, config.num_kv_heads, dtype):
-            if config.rope_interleaved and rotation.rotary is not None:
-                k = halves_first(k, config.rotary_dim)
-            self.ops.store_kv(k, v, kv[0], kv[1], replace(batch, slots=batch.slots[rows]))
 
     def _normalise(self, q: Tensor, k: Tensor, lora: LoraBatch | None) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None and self.k_norm is not None
@@ -184,9 +173,7 @@ class Attention:
 
 
 def halves_first(x: Tensor, count: int) -> Tensor:
-    """Reorder the first `count` elements of each head, x [T, H, D], from pairs to all first ones, then all
-    second ones. Scores do not change if queries and keys both are.
-    """
+    """x [T, H, D]: the first `count` of each head from pairs to first and second ones; scores stay."""
     if count == x.shape[-1]:
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).reshape(x.shape)
     pairs = x[..., :count]
@@ -209,9 +196,7 @@ AddInput = Callable[[Tensor, Tensor, LoraBatch | None], Tensor]
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(f(gate x) * up x), with the fused weight's rows as [up; gate]. Without a gate: down(f(up x)).
-    scales: on the gate before f, and on the output.
-    """
+    """down(f(gate x) * up x), fused as [up; gate], or down(f(up x)). scales: on gate and output."""
 
     up_gate: LoraLinear
     down: LoraLinear
@@ -326,3 +311,52 @@ def _add(norm: Norm | None, x: Tensor, delta: Tensor | None, lora: LoraBatch | N
         return norm.add(x, delta, lora)
     total = x + delta
     return total, total
+
+
+HALF = 2.0**-0.5  # keeps the magnitude of a sum of two vectors
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """table [vocab_size, layers * dim]. project: hidden to layers * dim. norm: over dim."""
+
+    config: LayerInputsConfig
+    table: Tensor | Panels
+    project: LoraLinear
+    norm: Norm
+
+    def __call__(self, ids: Tensor, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        """ids [T]; x [T, hidden]: their embeddings -> [layers, T, dim]."""
+        return self.add(ids, self.made(x, lora))
+
+    def made(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        """The parts computed from the tokens' embeddings, [T, layers, dim]."""
+        made = self.project(x, lora) * torch.tensor(x.shape[1] ** -0.5, dtype=x.dtype).item()
+        return self.norm(made.unflatten(-1, (-1, self.config.dim)), lora)
+
+    def add(self, ids: Tensor, made: Tensor) -> Tensor:
+        """made: of the layers that the table covers. Adds the lookups: [layers, T, dim]."""
+        ids = ids.where(ids < self.config.vocab_size, 0)
+        scale = torch.tensor(self.config.dim**0.5, dtype=made.dtype)  # rounded before use, as in training
+        looked_up = self.look_up(ids).to(made.dtype) * scale.item()
+        whole = (made + looked_up.view(made.shape)) * torch.tensor(HALF, dtype=made.dtype).item()
+        return whole.transpose(0, 1)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """[T] -> [T, layers * dim], in the table's dtype or wider."""
+        return look_up(ids, self.table)
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """norm(project(f(gate x) * own)), which is added to the residual stream after a block."""
+
+    gate: LoraLinear
+    project: LoraLinear
+    norm: Norm
+    activation: str
+
+    def __call__(self, x: Tensor, own: Tensor, lora: LoraBatch | None) -> Tensor:
+        """x [T, hidden], own [T, dim]: the layer's vectors -> [T, hidden]."""
+        gated = self.gate.ops.gated(torch.cat((own, self.gate(x, lora)), dim=-1), self.activation)
+        return self.norm(self.project(gated, lora), lora)

@@ -1,6 +1,4 @@
-"""Mixture of experts: each token uses a few of many MLPs, which its router's scores choose. Tokens are
-grouped by expert and by adapter.
-"""
+"""Mixture of experts: each token uses a few of many MLPs, which its router's scores choose."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.config.blocks import RoutingConfig
 from manylora.config.model import MoeConfig
 from manylora.kernels.reference import ACTIVATIONS, ReferenceOps
 from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraTarget, Weight
@@ -50,21 +47,16 @@ def route(logits: Tensor, config: MoeConfig, correction: Tensor | None = None) -
     scores = torch.softmax(logits, dim=-1) if routing.scores == "softmax" else torch.sigmoid(logits)
     marks = scores if correction is None else scores + correction
     if routing.groups > routing.top_groups:
-        marks = _within_best_groups(marks, routing)
+        grouped = marks.unflatten(-1, (routing.groups, -1))
+        worth = grouped.topk(routing.group_best, dim=-1).values.sum(dim=-1)
+        top = worth.topk(routing.top_groups, dim=-1).indices
+        hidden = torch.ones_like(worth, dtype=torch.bool).scatter_(1, top, False)
+        marks = grouped.masked_fill(hidden.unsqueeze(-1), float("-inf")).flatten(1)
     choices = marks.topk(config.top_k, dim=-1).indices
     weights = scores.gather(1, choices)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.added).clamp(min=routing.least)
     return (weights if routing.scale == 1 else weights * routing.scale), choices
-
-
-def _within_best_groups(marks: Tensor, routing: RoutingConfig) -> Tensor:
-    """marks [T, experts], with -inf outside of each token's best groups."""
-    grouped = marks.unflatten(-1, (routing.groups, -1))
-    worth = grouped.topk(routing.group_best, dim=-1).values.sum(dim=-1)
-    best = worth.topk(routing.top_groups, dim=-1).indices
-    hidden = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, False)
-    return grouped.masked_fill(hidden.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 @dataclass(frozen=True)

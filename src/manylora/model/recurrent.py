@@ -1,6 +1,4 @@
-"""Recurrent layers, used instead of attention: DeltaRule, Mamba2 and ShortConv. Their state per sequence has
-a fixed size.
-"""
+"""Recurrent layers, whose state per sequence has a fixed size: DeltaRule, Mamba2 and ShortConv."""
 
 from __future__ import annotations
 

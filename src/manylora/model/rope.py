@@ -43,9 +43,7 @@ class Rope:
 
 
 class RotaryTable:
-    """The rotation of rows, in `dtype`. On a CPU it is kept for each position, unless it depends on the
-    length: a dozen torch calls are slower than reading it.
-    """
+    """The rotation of rows. On a CPU it is kept for each position: a dozen torch calls are slower."""
 
     def __init__(self, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:
         self._rope, self._dtype, self._device = rope, dtype, device

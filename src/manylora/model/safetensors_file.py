@@ -27,9 +27,7 @@ FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class SafetensorsFile:
-    """A context manager. Raises ConfigError unless the file is a complete safetensors file. on_read: called
-    with the number of bytes of each read, from any thread.
-    """
+    """A context manager. Raises ConfigError unless the file is complete. on_read: gets bytes of reads."""
 
     def __init__(self, path: Path, on_read: Callable[[int], None] = lambda count: None) -> None:
         from safetensors import safe_open  # benchmarks/gpu.py runs where it is not installed
@@ -119,9 +117,7 @@ class FileTensor:
         return made
 
     def read_rows(self, start: int, out: Tensor) -> None:
-        """Read rows [start, start + len(out)) into a contiguous CPU tensor of the file's dtype. A row is a
-        run of the last dimension; in a vector, one number.
-        """
+        """Rows [start, start + len(out)), of the last dimension, into a contiguous tensor of this dtype."""
         shape = self.get_shape()
         size = self.dtype.itemsize * (shape[-1] if len(shape) > 1 else 1)
         self._file.read(self._offset + start * size, out)

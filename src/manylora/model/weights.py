@@ -125,7 +125,13 @@ def load_weights(
     """The weights by our names, with packed matrices; and the config, corrected according to the checkpoint.
     take: selects the part of the plan to read. Raises ConfigError, as `load_decoder`.
     """
-    rounds_inputs = _check_rounding(weights_algo(model_dir, quant), device)
+    algo = weights_algo(model_dir, quant)
+    rounds_inputs = algo in INTEGER
+    if rounds_inputs and device.torch.type != "cpu":
+        raise ConfigError(
+            f"quant_algo {algo} is for CPUs, and device is {device.torch.type} ({device.name}): use "
+            f"{' or '.join(SERVED)} there"
+        )
     with ExitStack() as stack:
         paths = weight_files(Path(model_dir))
         progress = stack.enter_context(
@@ -144,16 +150,6 @@ def load_weights(
         weights["score.weight"] = weights.pop("score.for") - weights.pop("score.against")
     release_free_memory()
     return config, weights
-
-
-def _check_rounding(algo: str | None, device: Device) -> bool:
-    """Whether weights of this quant_algo round their inputs. Raises ConfigError if nothing supports that."""
-    if algo in INTEGER and device.torch.type != "cpu":
-        raise ConfigError(
-            f"quant_algo {algo} is for CPUs, and device is {device.torch.type} ({device.name}): use "
-            f"{' or '.join(SERVED)} there"
-        )
-    return algo in INTEGER
 
 
 def _with_own_head(config: ModelConfig, files: Files) -> ModelConfig:
@@ -334,9 +330,7 @@ def _plain_rows(spec: WeightSpec, piece: RowSlice, stored: FileTensor | PlainTen
 
 @dataclass(frozen=True)
 class _WeightReader:
-    """Reads and packs the weights of a plan. quant: for plain linear layers. is_head: the embedding is the
-    head.
-    """
+    """Reads and packs a plan's weights. quant: for plain linear layers. is_head: so is the embedding."""
 
     files: Files
     stored: CheckpointWeights

@@ -1,3 +1,1 @@
-"""Tensor, pipeline and expert parallelism, applied to a model from outside: layers do not know about
-ranks.
-"""
+"""Tensor, pipeline and expert parallelism, from outside: layers do not know about ranks."""

@@ -48,9 +48,7 @@ def place_in_stage(model: ModelConfig, mapping: Mapping, module_id: int, layer: 
 
 @dataclass(frozen=True)
 class PassedKv:
-    """Keys and values of a layer that one stage sends to the next. place: index in its cache; None: it only
-    passes them on. heads, dim: per token.
-    """
+    """Keys and values that a stage sends to the next. place: in its cache; None: only passed on."""
 
     layer: int
     place: int | None

@@ -10,9 +10,7 @@ from manylora.parallel.mapping import Mapping
 
 
 class Collectives:
-    """Uses the initialised process group of torch.distributed. All ranks of a stage call the same operations
-    in the same order. device: of the tensors.
-    """
+    """Uses torch's process group. All ranks of a stage call the same operations in the same order."""
 
     def __init__(self, mapping: Mapping, device: torch.device) -> None:
         self._mapping, self._device = mapping, device
@@ -23,9 +21,7 @@ class Collectives:
         self._leader = mapping.tp_group[0]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over the ranks of this stage, in rank order, with identical bits on each. All-reduce would add a
-        row in an order that depends on the rows beside it.
-        """
+        """Over this stage's ranks, in rank order. All-reduce's order depends on the rows beside one."""
         if self._size == 1:
             return x
         parts = torch.empty((self._size, *x.shape), dtype=x.dtype, device=x.device)

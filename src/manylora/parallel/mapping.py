@@ -1,6 +1,4 @@
-"""Mapping: which ranks share the layers of a model, its matrices, and its experts. rank_config: the model
-that one rank runs as if it were alone.
-"""
+"""Mapping: how ranks share layers, matrices and experts. rank_config: the model that one rank runs."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ from manylora.model.batch import ForwardBatch, HiddenRows, KvTensors
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder, ids_of
 from manylora.model.encoder_decoder import EncoderDecoder, Stack
-from manylora.model.layer_inputs import LayerInputs
-from manylora.model.layers import Attends, Attention, FeedForward, LoraLinear, Mlp, Norm
+from manylora.model.layers import Attends, Attention, FeedForward, LayerInputs, LoraLinear, Mlp, Norm
 from manylora.model.moe import ExpertsBesideMlp, Moe, Router, in_pairs
 from manylora.model.recurrent import LayerState, Mamba2
 from manylora.model.transformer import Transformer
@@ -79,9 +78,7 @@ class SpreadMlp(Mlp):
 
 @dataclass(frozen=True)
 class SharedNorm(Norm):
-    """RMSNorm over all heads at once, of which this rank has some. share: less than 1 if several ranks have
-    the same heads. total: elements of the whole.
-    """
+    """Over all heads at once, of which this rank has some. share: less than 1 if others have them, too."""
 
     add_up: Callable[[Tensor], Tensor] = lambda x: x
     share: float = 1.0

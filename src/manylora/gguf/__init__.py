@@ -1,3 +1,1 @@
-"""GGUF files as base models: the container, its types, and replacements for config.json and
-tokenizer.json.
-"""
+"""GGUF files as base models, with replacements for config.json and tokenizer.json."""

@@ -25,9 +25,7 @@ IQ4 = torch.tensor(
 
 
 def read_blocks(kind: str, data: Tensor, columns: int) -> QuantisedWeight:
-    """data: uint8 [N, bytes per row] of a type in LAYOUTS -> a weight [N, columns]. Scales are multiplied in
-    float32, as in gguf-py.
-    """
+    """data: uint8 [N, bytes per row] of a type in LAYOUTS -> a weight [N, columns]; scales in float32."""
     return LAYOUTS[kind](data.view(len(data), -1, block_sizes()[kind][1]), columns)
 
 

@@ -208,9 +208,7 @@ NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 def part_paths(path: Path) -> list[Path]:
-    """All parts of a file, in order; `path` is any of them. Raises ConfigError that names the first missing
-    one.
-    """
+    """All parts of a file, in order; `path` is any. Raises ConfigError that names the first missing."""
     named = NAMED.fullmatch(path.stem)
     if named is None:
         return [path]

@@ -1,6 +1,4 @@
-"""The keys of config.json that an architecture has beside those of all, from a GGUF file's metadata and
-tensors.
-"""
+"""The keys of config.json that only some architectures have, from a GGUF file's metadata."""
 
 from __future__ import annotations
 

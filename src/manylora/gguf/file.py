@@ -90,9 +90,7 @@ class GgufFile:
         return getattr(self.keep_last(weight, weight.quantised), field)
 
     def blocks(self, source: str, types: Collection[str]) -> tuple[str, Tensor] | None:
-        """A quantised weight's type and bytes, uint8 [N, bytes per row]. None, with nothing read, if its type
-        is none of `types`, or if it is made of several tensors.
-        """
+        """A quantised weight's type and bytes, uint8 [N, bytes per row]; None for other types, or several."""
         weight, _ = self._parts.get(source.removesuffix("weight") + PARTS["values"], (None, ""))
         return weight.blocks() if isinstance(weight, GgufTensor) and weight.type in types else None
 
@@ -206,9 +204,7 @@ class GgufTensor(PlainTensor):
 
 
 class MadeTensor(PlainTensor):
-    """A tensor made of one or several of the file, which are in memory as a whole when it is read. In float32
-    unless all are plain and of one type.
-    """
+    """Made of one or several tensors; in memory when it is read. In float32 unless all are of one type."""
 
     def __init__(self, file: GgufFile, target: Target, parts: list[GgufTensor]) -> None:
         assert target.make is not None and target.shape is not None

@@ -1,6 +1,4 @@
-"""A folder that stands for a GGUF file wherever a model's folder is expected. It has links to the file's
-parts, and its metadata as config.json, tokenizer.json and so on.
-"""
+"""A folder that stands for a GGUF file: links to its parts, config.json, tokenizer.json and so on."""
 
 from __future__ import annotations
 

@@ -36,9 +36,7 @@ KEYS_AND_VALUES = "self_attn.kv_b_proj.weight"
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the file, one of those stacked in it, or some of its rows, in the checkpoint's order.
-    shape: in the checkpoint. change: of values.
-    """
+    """A tensor of the file, or a part of it. rows: in the checkpoint's order. change: of values."""
 
     info: TensorInfo
     rows: Tensor | None = None

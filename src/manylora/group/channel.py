@@ -1,6 +1,4 @@
-"""Channel: messages over a socket, each with a name, plain values and arrays. Arrays are sent as their
-bytes.
-"""
+"""Channel: messages over a socket, each with a name, plain values and arrays, sent as their bytes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Leader: rank 0's side of a group. It tells the other ranks what it does, so that all ranks do the same, and
-a thread detects ranks that ended, hang or lost their host.
-"""
+"""Leader: rank 0 tells the others what it does; a thread detects those that ended or hang."""
 
 from __future__ import annotations
 
@@ -186,8 +184,9 @@ class Leader:
         try:
             self._greet(config, store.port)
         except BaseException as error:
-            if isinstance(error, ConfigError):
-                self._refuse(str(error))
+            for link in self._watch.links if isinstance(error, ConfigError) else ():
+                with suppress(ChannelClosedError):  # each host's user sees only its own rank's messages
+                    link.steps.send(Message(REFUSED, {"reason": str(error)}))
             self.close()
             raise
 
@@ -269,12 +268,6 @@ class Leader:
             check_identity(link.rank, found, expected)
         for link in self._watch.links:
             self._tell_one(link, Message(AGREED))
-
-    def _refuse(self, reason: str) -> None:
-        """Tell the other ranks the reason, because each host's user sees only its own rank's messages."""
-        for link in self._watch.links:
-            with suppress(ChannelClosedError):
-                link.steps.send(Message(REFUSED, {"reason": reason}))
 
     def _tell_one(self, link: Link, message: Message) -> None:
         try:

@@ -38,9 +38,7 @@ LOOPBACKS = ("127.", "localhost", "::1")
 
 @dataclass(frozen=True)
 class RankInfo:
-    """local_rank, local_size: on this host. address, port: of rank 0's store; "" if rank 0 started the other
-    ranks itself.
-    """
+    """local_rank, local_size: on this host. address, port: of rank 0's store; "" if it starts all ranks."""
 
     rank: int
     size: int

@@ -230,7 +230,18 @@ def join(info: RankInfo) -> tuple[Channel, Channel, Store]:
     while True:
         opened: list[Channel] = []
         try:
-            return _join(info, opened, deadline)
+            store = _open_store(info, max(1.0, deadline - time.monotonic()))
+            store.set_timeout(timedelta(seconds=max(1.0, deadline - time.monotonic())))
+            port, token = store.get(KEY).decode().split()
+            for name in ("steps", "adapters"):
+                channel = _prepared(socket.create_connection((info.address, int(port)), HELLO_S))
+                opened.append(channel)
+                channel.send(Message("hello", {"rank": info.rank, "name": name, "token": token}))
+            opened[0].set_timeout(START_S)
+            opened[0].receive()  # sent once all have joined
+            for channel in opened:
+                channel.set_timeout(None)
+            return opened[0], opened[1], group_store(store, token)
         except (OSError, RuntimeError, ValueError) as error:
             for channel in opened:
                 channel.close()
@@ -242,26 +253,6 @@ def join(info: RankInfo) -> tuple[Channel, Channel, Store]:
                 f"rank {info.rank} has not found rank 0 at {info.address}:{info.port} within "
                 f"{START_S:.0f} s (MASTER_ADDR, MASTER_PORT): {said}"
             ) from error
-
-
-def _join(info: RankInfo, opened: list[Channel], deadline: float) -> tuple[Channel, Channel, Store]:
-    """opened: collects the opened channels. Raises OSError, RuntimeError, ValueError."""
-
-    def left() -> float:
-        return max(1.0, deadline - time.monotonic())
-
-    store = _open_store(info, left())
-    store.set_timeout(timedelta(seconds=left()))
-    port, token = store.get(KEY).decode().split()
-    for name in ("steps", "adapters"):
-        channel = _prepared(socket.create_connection((info.address, int(port)), HELLO_S))
-        opened.append(channel)
-        channel.send(Message("hello", {"rank": info.rank, "name": name, "token": token}))
-    opened[0].set_timeout(START_S)
-    opened[0].receive()  # sent once all have joined
-    for channel in opened:
-        channel.set_timeout(None)
-    return opened[0], opened[1], group_store(store, token)
 
 
 def _prepared(connection: socket.socket) -> Channel:

@@ -83,21 +83,18 @@ class CheckpointWeights:
         """
         tensors = {end: read(name) for end, name in self.parts(source).items()}
         try:
-            return self._layout(tensors, columns)
+            if self._quant is None:
+                return layouts.built(tensors, columns)
+            if self._method == "awq":
+                return layouts.awq(tensors, columns)
+            if self._method == "gptq":
+                return layouts.gptq(tensors, columns, self._quant.zero_shift)
+            if self._method == "mxfp4":
+                return layouts.mxfp4(tensors["_blocks"], tensors["_scales"], columns)
+            if self._method == "bitsandbytes":
+                return layouts.bitsandbytes(tensors, columns)
+            if "weight_packed" in tensors:
+                return layouts.packed(tensors, columns)
+            return layouts.scaled(tensors, columns, self._quant.block)
         except ConfigError as error:
             raise ConfigError(f"{source.removesuffix('.weight')}: {error}") from error
-
-    def _layout(self, tensors: dict[str, Tensor], columns: int) -> QuantisedWeight:
-        if self._quant is None:
-            return layouts.built(tensors, columns)
-        if self._method == "awq":
-            return layouts.awq(tensors, columns)
-        if self._method == "gptq":
-            return layouts.gptq(tensors, columns, self._quant.zero_shift)
-        if self._method == "mxfp4":
-            return layouts.mxfp4(tensors["_blocks"], tensors["_scales"], columns)
-        if self._method == "bitsandbytes":
-            return layouts.bitsandbytes(tensors, columns)
-        if "weight_packed" in tensors:
-            return layouts.packed(tensors, columns)
-        return layouts.scaled(tensors, columns, self._quant.block)

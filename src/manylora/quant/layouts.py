@@ -206,10 +206,7 @@ def _check_vector(name: str, tensor: Tensor, dtype: torch.dtype, size: int) -> N
 
 
 def unpack(packed: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
-    """int32 [R, C] -> uint8 [R, C * 32 / bits]. The first value is in a word's lowest bits.
-
-    places: positions of the values in a word, if different.
-    """
+    """int32 [R, C] -> uint8 [R, C * 32 / bits], from the lowest bits, or from `places` in a word."""
     count = 32 // bits
     shifts = torch.tensor(places or range(count), dtype=torch.int32, device=packed.device) * bits
     values = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)

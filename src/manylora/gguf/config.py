@@ -17,19 +17,13 @@ from manylora.gguf.names import NAMES, OUTSIDE, Names
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of GGUF.
-
-    architecture: in config.json. fields: further keys of config.json, which may replace the architecture.
-    names, outside: of the tensors in and outside of layers. layers: what layers are below.
-    eps: the key of config.json for the norms' epsilon.
-    joined: a checkpoint's tensor -> the file's tensors whose rows it has, one after the other.
-    turned: llama.cpp's converter reordered the rows of q and k, so that pairs of rotated dimensions are
-        neighbours.
-    tiled: the file's value heads of a delta rule are in another order: first one for each key head.
-    delta_grouped: the checkpoint's fused q, k, v and z of a delta rule have a group of rows per key head.
-    grouped: the checkpoint's fused q, k, v have a group of rows for each key head; the file's do not.
-    flipped: the checkpoint's matrices are [in, out]. plus_one: the converter added 1 to norms.
-    padded: rows of the position table before position 0, which the converter left out.
+    """One architecture of GGUF, and as what config.json names it. fields: further keys of config.json. names,
+    outside: of the tensors in and outside of layers. layers: what these are below. eps: the key of the norms'
+    epsilon. joined: a checkpoint's tensor -> the file's that have its rows. turned: llama.cpp's converter
+    reordered the rows of q and k, so that rotated pairs are neighbours. tiled: a delta rule's value heads are
+    in another order, first one for each key head. grouped, delta_grouped: the checkpoint's fused matrix has a
+    group of rows for each key head. flipped: its matrices are [in, out]. plus_one: the converter added 1 to
+    norms. padded: rows before position 0.
     """
 
     architecture: str

@@ -118,10 +118,6 @@ class _Reader:
                 raise ValueError(f"metadata key {printable(key)} is there twice")
             metadata[key] = self._value(self._number(U32), key)
         found = [self._tensor() for _ in range(tensors)]
-        return Header(self._path, metadata, self._placed(found, metadata))
-
-    def _placed(self, found: list[TensorInfo], metadata: dict[str, Any]) -> dict[str, TensorInfo]:
-        """The tensors with offsets from the file's start, which must lie in the file."""
         align = metadata.get("general.alignment", 32)
         if not isinstance(align, int) or not 1 <= align <= LARGEST_ALIGNMENT or align & (align - 1):
             raise ValueError(
@@ -130,7 +126,7 @@ class _Reader:
         start = -(-self._file.tell() // align) * align
         placed: dict[str, TensorInfo] = {}
         for one in found:
-            moved = TensorInfo(one.name, one.shape, one.kind, start + one.offset)
+            moved = replace(one, offset=start + one.offset)
             if one.offset % align or moved.offset + moved.nbytes > self._size:
                 raise ValueError(
                     f"tensor {printable(one.name)} ({one.nbytes} bytes at {moved.offset}) does not lie in "
@@ -139,7 +135,7 @@ class _Reader:
             if one.name in placed:
                 raise ValueError(f"tensor {printable(one.name)} is there twice")
             placed[one.name] = moved
-        return placed
+        return Header(self._path, metadata, placed)
 
     def _tensor(self) -> TensorInfo:
         name = self._text(LONGEST_NAME, "a tensor's name")

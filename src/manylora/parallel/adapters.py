@@ -1,8 +1,5 @@
-"""AdapterSlicer: the part of each adapter that one rank holds.
-
-An adapter's pages have the same numbers on all ranks, so that one rank can decide for all. Therefore all
-ranks use the page geometry of the largest stage, and an adapter takes as many pages as its part needs on any
-stage.
+"""AdapterSlicer: the part of each adapter that one rank holds. Its pages have the same numbers on all ranks,
+so that one decides for all: with the geometry of the largest stage, and as many pages as any stage needs.
 """
 
 from __future__ import annotations
@@ -65,12 +62,11 @@ def kv_from_before(model: ModelConfig, mapping: Mapping) -> list[PassedKv]:
     )
     places = {layer: place for place, layer in enumerate([*own, *here])}
     needed = {source for source in model.kv_sources[layers.start :] if source < layers.start}
-    found = []
-    for layer in sorted(needed):
-        own_config = model.of_layer(layer)
-        heads = len(key_heads(own_config, mapping))
-        found.append(PassedKv(layer, places.get(layer), heads, own_config.head_dim))
-    return found
+    shapes = {layer: model.of_layer(layer) for layer in sorted(needed)}
+    return [
+        PassedKv(layer, places.get(layer), len(key_heads(shape, mapping)), shape.head_dim)
+        for layer, shape in shapes.items()
+    ]
 
 
 def kv_for_next(model: ModelConfig, mapping: Mapping) -> list[PassedKv]:
@@ -86,9 +82,7 @@ def kv_for_next(model: ModelConfig, mapping: Mapping) -> list[PassedKv]:
 
 
 class AdapterSlicer:
-    """model: the whole model. target_modules: as in LoraCacheConfig. agree: returns the smallest number among
-    all ranks. held: this rank's modules, with the layers of its stage.
-    """
+    """agree: returns the smallest number among all ranks. held: this rank's modules, of its stage."""
 
     def __init__(
         self,
@@ -128,12 +122,11 @@ class AdapterSlicer:
                     place = place_in_stage(self._model, mapping, module_id, layer)
                     if place is not None:
                         own, forms = module.at(layer), found.setdefault(module_id, {})
-                        forms[place] = max(forms.get(place, own), own, key=_size)
+                        forms[place] = max(
+                            forms.get(place, own), own, key=lambda one: one.in_dim + one.out_dim
+                        )
         count = self.num_layers if len(stages) > 1 else len(layers_of_stage(self._model, stages[0]))
         return {module_id: join_layers(forms, count) for module_id, forms in sorted(found.items())}
-
-    def _place(self, mapping: Mapping) -> Callable[[int, int], int | None]:
-        return partial(place_in_stage, self._model, mapping)
 
     def slice(self, adapter: Adapter | FileAdapter) -> AdapterPart:
         """This rank's rows and extras, with layers counted from its stage's first. Needs values in memory."""
@@ -142,7 +135,8 @@ class AdapterSlicer:
         assert isinstance(adapter, Adapter), "readers of several ranks read values"
         mapping = self._mapping
         ranks = mapping.tp_size, mapping.tp_rank
-        rows = slice_rows(adapter.rows, self._whole, self._local, *ranks, self._place(mapping))
+        place = partial(place_in_stage, self._model, mapping)
+        rows = slice_rows(adapter.rows, self._whole, self._local, *ranks, place)
         return AdapterPart(adapter.digest, tuple(rows), self._extras(adapter, mapping))
 
     def layout(self, adapter: Adapter | FileAdapter, geometry: CacheGeometry, element_bytes: int) -> Layout:
@@ -161,7 +155,7 @@ class AdapterSlicer:
     def _layout(
         self, adapter: Adapter | FileAdapter, mapping: Mapping, geometry: CacheGeometry, element_bytes: int
     ) -> Layout:
-        place = self._place(mapping)
+        place = partial(place_in_stage, self._model, mapping)
         shapes = [
             shape._replace(layer=number)
             for shape in adapter.shapes(self._local)
@@ -243,7 +237,3 @@ class AdapterSlicer:
         if module.split is Split.A_COLS or number == LoraModuleId.MOE_LATENT_FC2:
             return values if rank == 0 else None
         return values[rows_of_rank(module, local, tp, rank)] if module.split is Split.B_ROWS else values
-
-
-def _size(module: LoraModule) -> int:
-    return module.in_dim + module.out_dim

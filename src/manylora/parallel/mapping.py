@@ -16,12 +16,9 @@ MOST_TRIED = 64  # maximum ranks per stage that errors suggest
 
 @dataclass(frozen=True)
 class Mapping:
-    """One of `world_size` ranks, in TensorRT-LLM's terms. Raises ConfigError for inconsistent sizes.
-
-    tp_size: ranks that share each matrix of a layer. pp_size: stages, which divide the layers. Neighbouring
-    ranks share matrices: rank = pp_rank * tp_size + tp_rank. moe_ep_size: number of groups, among the ranks
-    that share a layer, that divide whole experts; the `moe_tp_size` ranks of a group share each expert's
-    matrices.
+    """One of `world_size` ranks, in TensorRT-LLM's terms: rank = pp_rank * tp_size + tp_rank. tp_size: ranks
+    that share each matrix of a layer. pp_size: stages, which divide the layers. moe_ep_size: groups of a
+    layer's ranks that divide whole experts; the ranks of a group share matrices. Raises ConfigError.
     """
 
     world_size: int = 1

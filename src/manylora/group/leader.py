@@ -49,10 +49,9 @@ END_S = 5.0  # for ranks to exit by themselves
 
 
 class Watch:
-    """It also starts the ranks, because the system ends them with the thread that started them, and this
-    thread lives as long as the process.
-
-    links: to ranks that were started elsewhere. lost: called once, on this thread, with the reason.
+    """Also starts the ranks, as the system ends them with the thread that did, and this one lives as long as
+    the process. links: to ranks that were started elsewhere. lost: called once, on this thread, with the
+    reason.
     """
 
     def __init__(self, size: int, links: list[Link] | None = None) -> None:

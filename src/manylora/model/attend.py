@@ -17,9 +17,8 @@ SOME_QUERIES = 64  # minimum number of queries per operation
 
 
 class RelativeBias:
-    """T5's bias on attention scores, learned for each head and bucket of distances: weight [buckets, heads].
-    max_distance: larger ones share the last bucket. longest: tokens of the longest sequence. both_ways: half
-    of the buckets are for later keys, as in an encoder.
+    """T5's bias on attention scores: weight [buckets, heads]. max_distance: larger ones share a bucket.
+    longest: tokens of a sequence. both_ways: half of the buckets are for later keys, as in an encoder.
     """
 
     def __init__(self, weight: Tensor, max_distance: int, longest: int, both_ways: bool) -> None:
@@ -36,8 +35,7 @@ class RelativeBias:
 @dataclass(frozen=True)
 class PagedGroup:
     """G sequences whose attention is one operation, with n query rows each, over m keys. rows: [G, n].
-    blocks: [G, blocks for m keys]. padding: [G, m], True after the end of a sequence, or None. mask: [G, 1 or
-    heads, n, m], added to the scores, or None.
+    padding: [G, m], True after a sequence's end. mask: [G, 1 or heads, n, m], added to the scores.
     """
 
     rows: Tensor
@@ -119,47 +117,29 @@ def paged_groups(
     """Sequences with one query row are one group, others one each. causal: rows do not see later ones."""
     sequences = list(enumerate(pairwise(batch.query_starts)))
     single = [s for s, (start, stop) in sequences if stop - start == 1]
-    together = [single] if single else []
-    return [
-        _group(batch, members, tokens_per_block, dtype, bias, causal)
-        for members in together + [[s] for s, (start, stop) in sequences if stop - start > 1]
-    ]
-
-
-def _group(
-    batch: AttentionBatch,
-    members: list[int],
-    tokens_per_block: int,
-    dtype: torch.dtype,
-    bias: RelativeBias | None,
-    causal: bool,
-) -> PagedGroup:
-    device = batch.block_table.device
-    firsts = torch.tensor([batch.query_starts[s] for s in members])
-    count = batch.query_starts[members[0] + 1] - batch.query_starts[members[0]]
-    lengths = [batch.kv_lens[s] for s in members]
-    longest = max(lengths)
-    keys = torch.arange(longest)
-    ends = torch.tensor(lengths).unsqueeze(1)
-    positions = ends - count + torch.arange(count)  # [G, n], of the queries
-    distances = keys - positions.unsqueeze(2)  # [G, n, m]
-    padding = keys >= ends
-    hidden = padding.unsqueeze(1) if not causal else distances > 0
-    mask = None
-    if bias is not None:
-        mask = bias(distances.to(device)).transpose(0, 1).to(dtype)
-    if hidden.any():
-        base = torch.zeros((), dtype=dtype, device=device) if mask is None else mask
-        mask = torch.where(hidden.unsqueeze(1).to(device), float("-inf"), base)
-    return PagedGroup(
-        rows=(firsts.unsqueeze(1) + torch.arange(count)).to(device),
-        blocks=batch.block_table[
-            torch.tensor(members, device=device), : -(-longest // tokens_per_block)
-        ].long(),
-        num_keys=longest,
-        padding=padding.to(device) if padding.any() else None,
-        mask=mask,
-    )
+    others = [[s] for s, (start, stop) in sequences if stop - start > 1]
+    device, groups = batch.block_table.device, []
+    for members in [single, *others] if single else others:
+        firsts = torch.tensor([batch.query_starts[s] for s in members])
+        count = batch.query_starts[members[0] + 1] - batch.query_starts[members[0]]
+        lengths = [batch.kv_lens[s] for s in members]
+        longest = max(lengths)
+        keys, ends = torch.arange(longest), torch.tensor(lengths).unsqueeze(1)
+        positions = ends - count + torch.arange(count)  # [G, n], of the queries
+        distances = keys - positions.unsqueeze(2)  # [G, n, m]
+        padding = keys >= ends
+        hidden = padding.unsqueeze(1) if not causal else distances > 0
+        mask = None
+        if bias is not None:
+            mask = bias(distances.to(device)).transpose(0, 1).to(dtype)
+        if hidden.any():
+            base = torch.zeros((), dtype=dtype, device=device) if mask is None else mask
+            mask = torch.where(hidden.unsqueeze(1).to(device), float("-inf"), base)
+        rows = (firsts.unsqueeze(1) + torch.arange(count)).to(device)
+        tables = batch.block_table[torch.tensor(members, device=device), : -(-longest // tokens_per_block)]
+        cut = padding.to(device) if padding.any() else None
+        groups.append(PagedGroup(rows, tables.long(), longest, cut, mask))
+    return groups
 
 
 def _buckets(distances: Tensor, count: int, max_distance: int, both_ways: bool) -> Tensor:

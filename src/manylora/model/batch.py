@@ -30,20 +30,12 @@ class Best:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """T token rows, packed over all sequences.
-
-    input_ids, positions: [T] int64.
-    logits_rows: [L] int64, ascending, rows whose logits are computed.
-    rope_lengths: [T] int64, the sequence length with which `dynamic` and `longrope` rotate a row; None:
-    positions + 1.
-    embeddings: rows [E] int64 and vectors [E, hidden] that replace the embeddings of their tokens.
-    cross: encoder-decoder models only: pages and lengths of each sequence's cross-attention keys; its slots
-    are empty.
-    state: locations of recurrent states; None: each sequence starts here, and no state is kept.
-    token_types: [T] int64; None: all 0.
-    pooled: None if no hidden states are needed.
-    best: written by the forward pass.
-    lora: None if no row has an adapter; no LoRA kernel runs then.
+    """T token rows, packed over all sequences. input_ids, positions: [T] int64. logits_rows: [L] int64,
+    ascending. rope_lengths: [T] int64, the lengths with which `dynamic` and `longrope` rotate; None:
+    positions + 1. embeddings: rows [E] and vectors [E, hidden] in place of their tokens'. cross: pages and
+    lengths of each sequence's cross-attention keys, without slots. state: locations of recurrent states;
+    None: each sequence starts here, and none is kept. token_types: [T] int64; None: all 0. lora: None: no
+    LoRA kernel runs.
     """
 
     input_ids: Tensor

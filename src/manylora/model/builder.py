@@ -21,7 +21,6 @@ from manylora.errors import ConfigError
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.model.families import FAMILIES
-from manylora.model.families.family import TensorNames
 from manylora.model.plan_layers import STACKS, WeightSpec
 from manylora.model.quant import is_linear, quantise, should_quantise
 from manylora.model.weights import COMPUTE_DTYPES, check_names, open_checkpoint, plan_of_files, read_quantised
@@ -41,12 +40,9 @@ LARGEST_COPIED = 2**28
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """model_dir: a Hugging Face directory. dtype: of the weights; auto: the checkpoint's.
-
-    limits: by name, as in the build record; None: not recorded. They may include max_input_len, which is only
-    recorded.
-    lora: fields of LoraConfig. tp_size, pp_size: ranks that will serve it; only recorded, because each rank
-    reads its part of the one checkpoint.
+    """model_dir: a Hugging Face directory. dtype: of the weights; auto: the checkpoint's. limits: as in the
+    build record; None: not recorded. lora: fields of LoraConfig. tp_size, pp_size: only recorded, as each
+    rank reads its part of the one checkpoint.
     """
 
     model_dir: Path
@@ -178,33 +174,29 @@ def _cast(
         tensor = tensor.to(dtype)
     if spec is None:
         return {name: tensor}
-    if tensor.dim() == 3:
-        matrices = _of_each_expert(name, tensor, spec, FAMILIES[model.architecture].names(model))
-    else:
+    if tensor.dim() == 2:
         matrices = {name: tensor.T if spec.transposed else tensor}
+    else:  # of all experts
+        names = FAMILIES[model.architecture].names(model)
+        end = next(one for pair in STACKS for one in pair if name.endswith(one))
+        block = name.removesuffix(end)
+        if spec.transposed or not block.endswith(f"{names.sparse}."):
+            hint = "" if spec.transposed else "save the model with save_original_format=True, or "
+            raise ConfigError(
+                f"{name} holds all experts of a layer as transformers has them in memory: {hint}quantise it "
+                "when it is served, with quant_algo"
+            )
+        # The stack is [gate; up].
+        parts = names.expert_up_gate[::-1] if len(spec.slices) == 2 else (names.expert_down,)
+        matrices = {
+            f"{block}experts.{number}.{part}.weight": rows
+            for number, matrix in enumerate(tensor)
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True)
+        }
     made: dict[str, Tensor] = {}
     for part, matrix in matrices.items():
         made |= _fields(part, quantise(matrix, plan.quant))
     return made
-
-
-def _of_each_expert(name: str, stack: Tensor, spec: WeightSpec, names: TensorNames) -> dict[str, Tensor]:
-    """The matrices of single experts, from a tensor of all. Raises ConfigError."""
-    end = next(one for pair in STACKS for one in pair if name.endswith(one))
-    block = name.removesuffix(end)
-    if spec.transposed or not block.endswith(f"{names.sparse}."):
-        hint = "" if spec.transposed else "save the model with save_original_format=True, or "
-        raise ConfigError(
-            f"{name} holds all experts of a layer as transformers has them in memory: {hint}quantise it when "
-            "it is served, with quant_algo"
-        )
-    # The stack is [gate; up].
-    parts = names.expert_up_gate[::-1] if len(spec.slices) == 2 else (names.expert_down,)
-    return {
-        f"{block}experts.{number}.{part}.weight": rows
-        for number, matrix in enumerate(stack)
-        for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True)
-    }
 
 
 def _fields(name: str, weight: QuantisedWeight) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ from manylora.model.layers import (
 )
 from manylora.model.moe import Experts, ExpertsBesideMlp, Moe, Router, SharedExpert, WideRouter
 from manylora.model.recurrent import DeltaRule, Mamba2, ShortConv, mamba2_factors, mamba2_weights
-from manylora.model.transformer import Transformer
+from manylora.model.transformer import Transformer, gate_up
 
 
 @dataclass(frozen=True)
@@ -285,13 +285,7 @@ class DecoderLayers(Transformer):
         return ExpertsBesideMlp(self._moe(layer, moe), *(norm for norm in norms if norm is not None))
 
     def _moe(self, layer: int, moe: MoeConfig) -> Moe:
-        inner = moe.intermediate_size
-        up_gate: tuple[LoraTarget, ...] = (
-            LoraTarget(LoraModuleId.MOE_GATE, 0, inner),
-            LoraTarget(LoraModuleId.MOE_H_TO_4H, inner, inner),
-        )
-        if not moe.gated:
-            up_gate = (LoraTarget(LoraModuleId.MOE_H_TO_4H, 0, inner),)
+        up_gate = gate_up(moe.gated, moe.intermediate_size, LoraModuleId.MOE_H_TO_4H, LoraModuleId.MOE_GATE)
         latent = moe.latent_size
         down = LoraTarget(LoraModuleId.MOE_4H_TO_H, 0, latent or self.config.hidden_size)
         return Moe(
@@ -311,15 +305,10 @@ class DecoderLayers(Transformer):
         inner = moe.shared_intermediate_size
         if not inner:
             return None
-        up_gate: tuple[LoraTarget, ...] = (
-            LoraTarget(LoraModuleId.SHARED_EXPERT_GATE_UP, 0, 2 * inner),
-            LoraTarget(LoraModuleId.SHARED_EXPERT_GATE, 0, inner),
-            LoraTarget(LoraModuleId.SHARED_EXPERT_H_TO_4H, inner, inner),
-        )
-        if not moe.gated:
-            up_gate = (LoraTarget(LoraModuleId.SHARED_EXPERT_H_TO_4H, 0, inner),)
+        ids = LoraModuleId
+        modules = ids.SHARED_EXPERT_H_TO_4H, ids.SHARED_EXPERT_GATE, ids.SHARED_EXPERT_GATE_UP
         mlp = Mlp(
-            up_gate=self._linear(layer, "shared.up_gate", *up_gate),
+            up_gate=self._linear(layer, "shared.up_gate", *gate_up(moe.gated, inner, *modules)),
             down=self._one(layer, "shared.down", LoraModuleId.SHARED_EXPERT_4H_TO_H),
             activation=self.config.activation,
             gated=moe.gated,

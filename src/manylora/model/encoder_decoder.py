@@ -108,10 +108,8 @@ class Stack:
 
 
 class EncoderDecoder(Transformer):
-    """Layers are numbered through both stacks, the encoder's first. Adapters number them in the same way.
-
-    max_seq_len: the longest encoder prompt or decoder sequence that will be run; None: what the model allows.
-    The other arguments are Transformer's.
+    """Layers are numbered through both stacks, the encoder's first, also in adapters. max_seq_len: the
+    longest sequence that will be run; None: what the model allows.
     """
 
     def __init__(

@@ -103,9 +103,8 @@ class Attends(Protocol):
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention over paged keys and values; in an encoder, within whole prompts without a
-    cache. config: of this layer. q_norm, k_norm: over head_dim, or over all heads if config.qk_norm is `all`.
-    rotary: index of the layer's rotation among the step's; -1: none. v_norm: over head_dim.
+    """Grouped-query attention over paged keys and values; in an encoder, within whole prompts, uncached.
+    q_norm, k_norm: over head_dim, or over all heads if config.qk_norm is `all`. rotary: index; -1: none.
     """
 
     config: ModelConfig
@@ -226,16 +225,12 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer. attention: None if a recurrent layer replaces it, or if there is none. mlp: None if
-    there is only attention or a recurrent layer. Norms that the family lacks are None; post norms apply to
-    branch outputs. beside: computes what is added from the MLP's output and the unnormalised x. scalar [1]:
-    factor on the whole output; None: 1.
-
-    Takes the residual stream x and a delta that is not added yet (None: zero), and returns such a pair, so
-    that one kernel adds and normalises, also between blocks. mix: attention or its replacement, with the
-    rows' tables and caches; None if there is only an MLP. own: the layer's own vectors of the tokens, [T,
-    dim], if `add_input` uses them. wanted: everything after `mix` is computed for these rows only, and so are
-    both results.
+    """One decoder layer. attention: None if a recurrent layer replaces it. Norms that the family lacks are
+    None; post norms apply to branch outputs. beside: what is added, from the MLP's output and the
+    unnormalised x. scalar [1]: on the whole output. Takes the residual stream x and a delta that is not added
+    yet (None: zero), and returns such a pair, so that one kernel adds and normalises, also between blocks.
+    mix: attention or its replacement; None: only an MLP. own [T, dim]: the layer's vectors, for `add_input`.
+    wanted: rows to compute after `mix`.
     """
 
     config: ModelConfig

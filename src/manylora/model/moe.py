@@ -95,11 +95,9 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class Moe:
-    """Each token's experts, weighted by its router, and the shared expert if there is one.
-
-    The rows of up_gate are [up; gate], or [up] without a gate, as in a dense MLP. correction [experts]
-    float32: as in `route`. scales [experts] float32: factors on the experts' weights; None: 1. latent_in,
-    latent_out: between the layer's width and that of its routed experts; None: they are equal.
+    """Each token's experts, weighted by its router, and the shared expert. up_gate: [up; gate], as in a dense
+    MLP. correction [experts]: as in `route`. scales [experts]: on the experts' weights. latent_in,
+    latent_out: between the layer's width and that of its routed experts, if it is another.
     """
 
     config: MoeConfig

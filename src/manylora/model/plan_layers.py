@@ -36,12 +36,10 @@ class RowSlice:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One of the model's tensors: slices of the checkpoint's, stacked. columns 0: a vector.
-
-    first_column, all_columns: offset of the columns in the checkpoint, and how many it has; 0: no others.
-    is_matrix: of a linear layer, so it is packed. transposed: stored as [in, out]. plus_one: add 1 after
-    loading, in float32, because bfloat16 would round small stored weights away. wide: kept in float32, like
-    the arithmetic that uses it. depthwise: stored as [N, 1, columns].
+    """One of the model's tensors: slices of the checkpoint's, stacked. columns 0: a vector. all_columns: of
+    which these begin at first_column; 0: no others. is_matrix: of a linear layer, so it is packed.
+    transposed: stored as [in, out]. plus_one: add 1, in float32, as bfloat16 would round small weights away.
+    wide: kept in float32. depthwise: stored as [N, 1, columns].
     """
 
     slices: tuple[RowSlice, ...]

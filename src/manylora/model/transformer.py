@@ -20,6 +20,14 @@ from manylora.model.heads import ClassificationHead, HeadLayer
 from manylora.model.layers import LoraLinear, Mlp, Norm
 
 
+def gate_up(gated: bool, inner: int, up: int, gate: int, both: int | None = None) -> list[LoraTarget]:
+    """Of an MLP's fused [up; gate]. up, gate, both: modules."""
+    if not gated:
+        return [LoraTarget(up, 0, inner)]
+    fused = [] if both is None else [LoraTarget(both, 0, 2 * inner)]
+    return [*fused, LoraTarget(gate, 0, inner), LoraTarget(up, inner, inner)]
+
+
 class Transformer:
     """weights: by our names, from `model.weights`. dtype: the compute dtype; weights may be narrower."""
 
@@ -89,15 +97,10 @@ class Transformer:
 
     def _mlp(self, layer: int) -> Mlp:
         config, inner = self.config, self.config.of_layer(layer).intermediate_size
-        gated = (
-            LoraTarget(LoraModuleId.MLP_GATE_UP, 0, 2 * inner),
-            LoraTarget(LoraModuleId.MLP_GATE, 0, inner),
-            LoraTarget(LoraModuleId.MLP_H_TO_4H, inner, inner),
-        )
+        modules = LoraModuleId.MLP_H_TO_4H, LoraModuleId.MLP_GATE, LoraModuleId.MLP_GATE_UP
         share = config.sparsity[layer] if config.sparsity else 0.0  # of gates that become 0
-        targets = gated if config.gated_mlp else (LoraTarget(LoraModuleId.MLP_H_TO_4H, 0, inner),)
         return Mlp(
-            up_gate=self._linear(layer, "up_gate", *targets),
+            up_gate=self._linear(layer, "up_gate", *gate_up(config.gated_mlp, inner, *modules)),
             down=self._linear(layer, "down", LoraTarget(LoraModuleId.MLP_4H_TO_H, 0, config.hidden_size)),
             activation=config.activation,
             gated=config.gated_mlp,

@@ -38,12 +38,9 @@ def read_common(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, An
 def read_rope(
     raw: Mapping[str, Any], theta: str = "rope_theta", partial: str = "", renamed: Mapping[str, str] = SU
 ) -> dict[str, Any]:
-    """Reads rotary positions in both spellings: `rope_theta` with `rope_scaling`, or `rope_parameters`. If
-    both are present, `rope_scaling` takes precedence.
-
-    theta: the top-level key of the base. partial: the top-level key of the rotated share of a head; if empty,
-    the architecture always rotates whole heads and ignores the share in config.json. renamed: from old names
-    of scalings to ours.
+    """Reads `rope_theta` with `rope_scaling`, which takes precedence, or `rope_parameters`. theta: the key of
+    the base. partial: the key of the rotated share of a head; "": the architecture rotates whole heads,
+    whatever config.json says. renamed: old names of scalings -> ours.
     """
     scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
@@ -109,10 +106,8 @@ def _rope_kind(scaling: dict[str, Any], renamed: Mapping[str, str]) -> str:
 
 
 def read_windows(raw: Mapping[str, Any], sliding: list[bool] | None = None) -> tuple[int | None, ...]:
-    """The window of each layer, or () if `sliding_window` is not set.
-
-    sliding: whether each layer has a window, if there is no `layer_types`. None: all layers have one, and the
-    architecture does not read `layer_types`.
+    """The window of each layer, or () if `sliding_window` is not set. sliding: which layers have one, if
+    there is no `layer_types`. None: all, and the architecture does not read `layer_types`.
     """
     window, num_layers = raw["sliding_window"], raw["num_hidden_layers"]
     if window is None:

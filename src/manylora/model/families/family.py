@@ -84,18 +84,11 @@ def text_tower(names: TensorNames, others: tuple[str, ...] = ()) -> TensorNames:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """One architecture.
-
-    defaults: for each key that is read, the value that transformers uses if config.json lacks the key, or
-    None if it has no default (such as head_dim of most families). `rope_theta` is the default_theta of its
-    class.
-    config: reads config.json, with the defaults filled in. Returns the fields of ModelConfig that differ from
-    the result of `common.read_common`. Raises ConfigError.
-    names: the names of the tensors (default: Llama's). For an encoder-decoder model, the decoder's.
-    rename: returns config.json with its sizes under Llama's names. Called before anything else reads it.
-    encoder: the names of the encoder's tensors, None for a model with one stack of layers.
-    aliases: from other names of keys in config.json to the names used here.
-    rope: keyword arguments of `common.read_rope`.
+    """One architecture. defaults: what transformers uses if config.json lacks a key, or None; `rope_theta` is
+    the default_theta of its class. config: from config.json, the fields of ModelConfig that differ from
+    `read_common`; raises ConfigError. names: of its tensors, or of the decoder's. rename: config.json with
+    its sizes under Llama's names, before anything else reads it. encoder: names of the encoder's tensors.
+    aliases: other names of keys -> those used here. rope: arguments of `read_rope`.
     """
 
     defaults: Mapping[str, Any]

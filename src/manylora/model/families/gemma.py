@@ -67,11 +67,6 @@ def _shared(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma2(raw: Mapping[str, Any]) -> dict[str, Any]:
-    every_second = [layer % 2 == 0 for layer in range(raw["num_hidden_layers"])]
-    return {**_capped(raw), "sliding_windows": read_windows(raw, every_second)}
-
-
 def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Layers with a window have a rotary base of their own. If bidirectional, it is on both sides."""
     pattern = raw["sliding_window_pattern"]
@@ -291,7 +286,14 @@ def _gemma4_multimodal(defaults: Mapping[str, Any]) -> ModelFamily:
 
 FAMILIES = {
     "GemmaForCausalLM": ModelFamily(GEMMA, _gemma),
-    "Gemma2ForCausalLM": ModelFamily(GEMMA2_DEFAULTS, _gemma2, lambda _: GEMMA2),
+    "Gemma2ForCausalLM": ModelFamily(
+        GEMMA2_DEFAULTS,
+        lambda raw: {
+            **_capped(raw),
+            "sliding_windows": read_windows(raw, [n % 2 == 0 for n in range(raw["num_hidden_layers"])]),
+        },
+        lambda _: GEMMA2,
+    ),
     "Gemma3ForCausalLM": ModelFamily(GEMMA3, _gemma3, lambda _: GEMMA2, flat_rope),
     "Gemma3TextModel": ModelFamily(
         GEMMA3,

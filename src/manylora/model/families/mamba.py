@@ -182,50 +182,42 @@ def _nemotron_h(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
     mixed = layers["linear_attention"] | layers["full_attention"]
     every = frozenset(range(raw["num_hidden_layers"]))
+    mamba = moe = None
+    if layers["linear_attention"]:
+        mamba = Mamba2Config(
+            layers["linear_attention"],
+            raw["mamba_num_heads"],
+            raw["n_groups"],
+            raw["mamba_head_dim"],
+            raw["ssm_state_size"],
+            raw["conv_kernel"],
+            conv_bias=bool(raw["use_conv_bias"]),
+            biased=bool(raw["use_bias"]),
+            out_biased=bool(raw["use_bias"]),
+            steps=(float(raw["time_step_min"]), float("inf")),
+        )
+        mamba = checked_mamba(mamba, raw["mamba_hidden_act"])
+    if layers["moe"]:
+        refuse(raw, "mlp_bias")
+        routing = RoutingConfig(
+            "sigmoid", True, raw["n_group"], raw["topk_group"], 2, added=1e-20,
+            scale=float(raw["routed_scaling_factor"]), wide=True,
+        )  # fmt: skip
+        moe = MoeConfig(
+            raw["n_routed_experts"], raw["num_experts_per_tok"], raw["moe_intermediate_size"],
+            bool(raw["norm_topk_prob"]), layers["moe"], raw["moe_shared_expert_intermediate_size"],
+            shared_gated=False, routing=routing, gated=False, latent_size=raw["moe_latent_size"] or 0,
+        )  # fmt: skip
+        moe = checked_moe(moe)
     return {
         "mlp_bias": bool(raw["mlp_bias"]),
         "gated_mlp": False,
         "unrotated_layers": every,
         "unmixed_layers": every - mixed,
         "mlpless_layers": mixed,
-        "recurrent": _nemotron_h_mamba(raw, layers["linear_attention"]),
-        "moe": _nemotron_h_experts(raw, layers["moe"]),
+        "recurrent": mamba,
+        "moe": moe,
     }
-
-
-def _nemotron_h_mamba(raw: Mapping[str, Any], layers: frozenset[int]) -> Mamba2Config | None:
-    if not layers:
-        return None
-    mamba = Mamba2Config(
-        layers,
-        raw["mamba_num_heads"],
-        raw["n_groups"],
-        raw["mamba_head_dim"],
-        raw["ssm_state_size"],
-        raw["conv_kernel"],
-        conv_bias=bool(raw["use_conv_bias"]),
-        biased=bool(raw["use_bias"]),
-        out_biased=bool(raw["use_bias"]),
-        steps=(float(raw["time_step_min"]), float("inf")),
-    )
-    return checked_mamba(mamba, raw["mamba_hidden_act"])
-
-
-def _nemotron_h_experts(raw: Mapping[str, Any], layers: frozenset[int]) -> MoeConfig | None:
-    if not layers:
-        return None
-    refuse(raw, "mlp_bias")
-    routing = RoutingConfig(
-        "sigmoid", True, raw["n_group"], raw["topk_group"], 2, added=1e-20,
-        scale=float(raw["routed_scaling_factor"]), wide=True,
-    )  # fmt: skip
-    return checked_moe(
-        MoeConfig(
-            raw["n_routed_experts"], raw["num_experts_per_tok"], raw["moe_intermediate_size"],
-            bool(raw["norm_topk_prob"]), layers, raw["moe_shared_expert_intermediate_size"],
-            shared_gated=False, routing=routing, gated=False, latent_size=raw["moe_latent_size"] or 0,
-        )
-    )  # fmt: skip
 
 
 FALCON_H1 = {

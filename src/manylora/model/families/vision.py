@@ -4,8 +4,9 @@ text models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from manylora.errors import ConfigError
@@ -40,15 +41,10 @@ LLAVA_TEXT = {
 }
 
 
-def _qwen(defaults: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-    def rename(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The first releases have the text model's keys at the top level."""
-        text = raw["text_config"] or {
-            k: v for k, v in raw.items() if k not in ("text_config", "vision_config")
-        }
-        return _tied(raw, text_settings({**raw, "text_config": text}, defaults))
-
-    return rename
+def _qwen(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The first releases have the text model's keys at the top level."""
+    own = {name: value for name, value in raw.items() if name not in ("text_config", "vision_config")}
+    return _tied(raw, text_settings({**raw, "text_config": raw["text_config"] or own}, defaults))
 
 
 def _llava(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -89,10 +85,16 @@ LLAVA = ModelFamily(
 FAMILIES = {
     **dict.fromkeys(
         ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
-        ModelFamily(OUTER, TEXT["Qwen2ForCausalLM"].config, _beside_visual, _qwen(QWEN2_VL), rope=MROPE),
+        ModelFamily(
+            OUTER,
+            TEXT["Qwen2ForCausalLM"].config,
+            _beside_visual,
+            partial(_qwen, defaults=QWEN2_VL),
+            rope=MROPE,
+        ),
     ),
     "Qwen3VLForConditionalGeneration": ModelFamily(
-        OUTER, TEXT["Qwen3ForCausalLM"].config, _beside_visual, _qwen(QWEN3_VL), rope=MROPE
+        OUTER, TEXT["Qwen3ForCausalLM"].config, _beside_visual, partial(_qwen, defaults=QWEN3_VL), rope=MROPE
     ),
     "Qwen3VLMoeForConditionalGeneration": ModelFamily(
         OUTER,

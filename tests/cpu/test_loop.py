@@ -34,7 +34,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.open)
 
-    max_queue_size = 0
+    max_queue_size, max_seq_len, has_encoder = 0, 64, False
 
     def prepare(self, request: Request, matcher=None):
         if request.lora and request.lora.has_tensors:

@@ -50,11 +50,13 @@ class EngineLoop:
     submits raise EngineDeadError. An error in one request never ends the thread.
 
     delivered: called after the sinks, once for all events of a step. It may be called on any thread.
-    death: why nothing will be answered any more; None also after `close`.
+    death: why nothing will be answered any more; None also after `close`. has_encoder, max_seq_len: as in
+    `Engine`.
     """
 
     def __init__(self, engine: Engine, delivered: Callable[[], None] = lambda: None) -> None:
         self._engine, self._delivered = engine, delivered
+        self.has_encoder, self.max_seq_len = engine.has_encoder, engine.max_seq_len
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._preparer = ThreadPoolExecutor(1, "manylora-prepare", lower_priority)
         self._compilers = ThreadPoolExecutor(GUIDE_THREADS, "manylora-guide", lower_priority)
@@ -90,16 +92,6 @@ class EngineLoop:
     def stalled_s(self) -> float:
         """Seconds since the engine thread started its current step. 0: it waits for work."""
         return 0.0 if self._idle else time.monotonic() - self._turn_at
-
-    @property
-    def has_encoder(self) -> bool:
-        """Whether the model has an encoder, so that a request has two prompts."""
-        return self._engine.has_encoder
-
-    @property
-    def max_seq_len(self) -> int:
-        """Maximum tokens of a prompt and its output together."""
-        return self._engine.max_seq_len
 
     @property
     def num_open(self) -> int:

@@ -281,6 +281,19 @@ def test_tensors_that_do_not_fit_together_are_refused_as_such(
         read_whole(find_source(folder), options)
 
 
+def test_the_ranks_of_a_pruned_adalora_are_those_of_its_settings(
+    adapters: dict[str, Path], options: ReadOptions, tmp_path: Path
+) -> None:
+    """PEFT writes which of the first ranks were kept."""
+    tensors = load_file(adapters["adalora"] / "adapter_model.safetensors")
+    paths = [key for key in tensors if key.endswith("lora_A")]
+    kept = {f"{path.removeprefix('base_model.model.')[:-1]}E": [True] * 6 for path in paths}
+    read_whole(find_source(edited(adapters["adalora"], tmp_path / "kept", rank_pattern=kept)), options)
+    fewer = {key: [True, False] for key in kept}
+    with pytest.raises(AdapterInvalidError, match=r"has rank 6, and .* says 1"):
+        read_whole(find_source(edited(adapters["adalora"], tmp_path / "fewer", rank_pattern=fewer)), options)
+
+
 def test_variants_that_are_not_served_together_are_refused(
     adapters: dict[str, Path], options: ReadOptions, tmp_path: Path
 ) -> None:

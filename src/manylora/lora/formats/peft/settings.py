@@ -418,6 +418,8 @@ def check_keys(settings: Mapping[str, Any], tell: Callable[[str], None]) -> None
             if value is not None and not fits(value):
                 raise AdapterInvalidError(f"{CONFIG}: {name} must be {what}, got {shown(value)}")
     for what, fits, name in MODULE_SETTING_TYPES:
+        if name == "rank_pattern" and peft_type(settings) == "ADALORA":
+            continue  # lists of the ranks that were kept, which its reader checks
         for module, value in (settings.get(name) or {}).items():
             if not fits(value):
                 where = f"{name} of {module[:80]}"

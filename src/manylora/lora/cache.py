@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 from manylora.errors import AdapterCacheFullError
 from manylora.lora.pages import Held, Need, PageAllocator, SharedPages, Space
-from manylora.stats import AdapterStats, CacheChange, CacheMap, MappedAdapter, Runs
+from manylora.stats import CacheChange, CacheMap, MappedAdapter, Runs
 
 MAX_CHANGES = 256
 
@@ -174,24 +174,6 @@ class AdapterCache(Generic[OnHost, OnDevice]):
         for victim in victims:
             self.device.evict(victim)
         return self.device.put(digest, need, content)
-
-    def stats(self) -> AdapterStats:
-        """The fields that both levels know."""
-        host, device = self.host, self.device
-        return AdapterStats(
-            host_pages=host.pages.num_pages,
-            host_pages_free=host.pages.num_free,
-            device_pages=device.pages.num_pages,
-            device_pages_free=device.pages.num_free,
-            host_adapters=len(host.entries),
-            device_adapters=len(device.entries),
-            host_pinned=host.num_pinned,
-            device_pinned=device.num_pinned,
-            host_stores=host.num_stores,
-            host_evictions=host.num_evictions,
-            device_hits=device.num_hits,
-            device_evictions=device.num_evictions,
-        )
 
     def map(self, names: Mapping[str, Sequence[str]]) -> CacheMap:
         """The adapter on each page. names: of adapters, by digest."""

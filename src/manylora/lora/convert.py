@@ -46,10 +46,9 @@ STEM = "adapter_model"
 
 
 def normalize_dora(in_dir: Path, base_model: Path, out_dir: Path, *, strip: bool = False) -> int:
-    """Write a PEFT directory with normalised magnitudes, or, with `strip`, without magnitudes.
-
-    The weights keep their file format and types, except magnitudes in 8 bits, which become float32. Returns
-    the number of magnitudes. Raises AdapterInvalidError, OSError.
+    """Write a PEFT directory with normalised magnitudes, or, with `strip`, without. The weights keep their
+    file format and types, except magnitudes in 8 bits, which become float32. Returns the number of
+    magnitudes. Raises AdapterInvalidError, OSError.
     """
     suffix = _suffix(in_dir, STEM)
     _suffix(base_model, "model")
@@ -156,11 +155,9 @@ def convert_source(
     options: ReadOptions = DEFAULT,
     invocation: list[int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [1, rows, W] and config [1, rows, 3 or 4] int32 of an adapter from any source.
-
-    storage_type: None keeps the source's, or bfloat16 for 8-bit numbers. bfloat16 is returned as 2-byte void.
-    invocation: as in `take_invocation`.
-    Raises AdapterInvalidError.
+    """Weights [1, rows, W] and config [1, rows, 3 or 4] int32 of an adapter from any source. storage_type:
+    None keeps the source's, or bfloat16 for 8-bit numbers; bfloat16 is 2-byte void. invocation: as in
+    `take_invocation`. Raises AdapterInvalidError.
     """
     source = find_source(Path(path))
     weights, config = read_source(source, replace(options, float8=False, allow_bin=True), invocation)
@@ -282,11 +279,8 @@ def write_runtime_tensors(archive: Path, out_dir: Path, storage_type: str) -> li
 
 def write_transposed(archive: Path, out_dir: Path, storage_type: str, key: str) -> list[tuple[int, int]]:
     """The older form: per layer two raw files model.<name>.bin with the transposed matrices, and
-    lora_weights.json.
-
-    key: its customization id. Returns (layer, rank) of each pair.
-
-    Raises AdapterInvalidError, OSError.
+    lora_weights.json. key: its customization id. Returns (layer, rank) of each pair. Raises
+    AdapterInvalidError, OSError.
     """
     rows = read_nemo(archive)  # checks that every pair is complete
     out_dir.mkdir(parents=True, exist_ok=True)

@@ -83,10 +83,9 @@ def take_invocation(found: Iterable[int], into: list[int] | None) -> None:
 
 
 def with_extras(layout: Layout, extras: Iterable[LoraExtra], geometry: CacheGeometry) -> Layout:
-    """The same layout with extras after the rows. Like rows, they take whole slots.
-
-    An extra that does not fit the rest of a page starts on a new page and continues over as many pages as it
-    needs. Raises AdapterInvalidError for an extra whose columns alone are larger than a page.
+    """The same layout with extras after the rows. Like rows, they take whole slots; one that does not fit the
+    rest of a page continues over as many as it needs. Raises AdapterInvalidError if one row of it is larger
+    than a page.
     """
     used, places = list(layout.used_slots), []
     for extra in extras:

@@ -129,10 +129,8 @@ def plan_cache(
     element_bytes: int,
     free_bytes: int,
 ) -> CachePlan:
-    """Size both levels for one configuration.
-
-    free_bytes: of the device, after weights and KV cache. The device level takes its fraction of these.
-    Raises ConfigError if a level cannot hold one adapter of the largest rank.
+    """Size both levels. free_bytes: of the device, after weights and KV cache; the device level takes its
+    fraction of these. Raises ConfigError if a level cannot hold one adapter of the largest rank.
     """
     modules, limit = tuple(modules), config.rank_limit
     geometry = geometry_of(modules, num_layers, config)
@@ -275,10 +273,8 @@ class Layout:
 def place_rows(
     rows: Iterable[RowShape], geometry: CacheGeometry, element_bytes: int = 1
 ) -> tuple[tuple[Placement, ...], int]:
-    """Placements of rows in order, and the number of pages they take (at least 1).
-
-    element_bytes: of the pages' type; only rows with their own encoding depend on it. Raises
-    AdapterInvalidError for a row larger than a page.
+    """Placements of rows in order, and the number of pages they take (at least 1). element_bytes: of the
+    pages' type, on which encoded rows depend. Raises AdapterInvalidError for a row larger than a page.
     """
     page = slot = 0
     placed: list[Placement] = []

@@ -17,10 +17,8 @@ TIERS = ("device", "host", "disk", "wire")  # nearest first
 
 @dataclass(eq=False)
 class AdapterLease:
-    """One sequence's claim on one adapter.
-
-    Before it is admitted, the adapter is on the host, or carried by the lease while no pages are free for it.
-    After that it is pinned on both levels.
+    """One sequence's claim on one adapter. Before it is admitted, the adapter is on the host, or carried by
+    the lease while no pages are free for it. After that it is pinned on both levels.
     """
 
     digest: str

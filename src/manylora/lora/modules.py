@@ -227,11 +227,9 @@ def not_enabled(module_id: int, modules: Mapping[int, LoraModule]) -> str:
 
 
 def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, LoraModule]:
-    """The modules an adapter may use on this model, by id. Empty names: all modules of the model.
-
-    attn_dense reads the attention's output, so its in_dim is heads * head_dim, which may differ from
-    hidden_size. A name of the dense MLP also means the shared expert, if there is one. Raises ConfigError for
-    a name without a module on this model.
+    """The modules an adapter may use on this model, by id. Empty names: all. attn_dense goes from heads *
+    head_dim, which may differ from hidden_size. A name of the dense MLP also means the shared expert's.
+    Raises ConfigError for a name without a module on this model.
     """
     kinds: dict[LayerShape | None, list[int]] = {}
     for layer, shape in enumerate(model.layer_shapes or (None,) * model.num_layers):
@@ -340,10 +338,8 @@ BACKEND = "CUTLASS"
 
 
 def check_moe_backend(backend: str | None, targets: tuple[str, ...], model: ModelConfig) -> None:
-    """Check the name of the backend: only TensorRT-LLM's backend that supports adapters of experts is
-    accepted.
-
-    targets: as for `lora_modules`. Raises ConfigError.
+    """Only TensorRT-LLM's backend that supports adapters of experts is accepted. targets: as for
+    `lora_modules`. Raises ConfigError.
     """
     if backend is None or backend.upper() == BACKEND:
         return
@@ -361,10 +357,8 @@ def check_moe_backend(backend: str | None, targets: tuple[str, ...], model: Mode
 def targets_beside_quantised_experts(
     targets: tuple[str, ...], model: ModelConfig, algo: str | None
 ) -> tuple[str, ...]:
-    """Target modules of a model whose experts are quantised with `algo`.
-
-    With FP8 and MXFP4 any. Otherwise, if none are named, all modules except those of experts. Raises
-    ConfigError if modules of experts are named.
+    """Target modules beside experts quantised with `algo`: with FP8 and MXFP4 any; otherwise, if none are
+    named, all but those of experts. Raises ConfigError if modules of experts are named.
     """
     if algo in (QuantAlgo.FP8, QuantAlgo.W4A16_MXFP4):
         return targets

@@ -18,9 +18,8 @@ def make_per_expert_lora(
     seed: int | None = None,
 ) -> dict[str, Tensor]:
     """Random normal matrices of one module: "A" [experts, rank, in_dim] and "B" [experts, out_dim, rank].
-
-    shared_side: "A" or "B": all experts have the same matrix on that side. seed: of a separate generator,
-    from which A is drawn before B. Raises ValueError.
+    shared_side: "A" or "B" has one matrix for all experts. seed: of a separate generator, which draws A
+    before B. Raises ValueError.
     """
     if shared_side not in (None, "A", "B"):
         raise ValueError(f"shared_side must be 'A', 'B' or None, got {shared_side!r}")

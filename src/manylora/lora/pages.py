@@ -15,10 +15,8 @@ from itertools import islice
 
 
 class PageAllocator:
-    """Pages 0 .. num_pages - 1, each free or referenced at least once.
-
-    A released page is put at the front of the free list and claimed next, so a small working set keeps
-    touching the same memory.
+    """Pages 0 .. num_pages - 1, each free or referenced at least once. A released page is claimed next, so a
+    small working set keeps touching the same memory.
     """
 
     def __init__(self, num_pages: int) -> None:

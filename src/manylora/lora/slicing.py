@@ -26,11 +26,9 @@ class AdapterPart(Adapter):
 
 
 class Slicer(Protocol):
-    """Selects what a rank's AdapterStore holds; implemented in `manylora.parallel.adapters`.
-
-    modules: of a rank; on each of `num_layers` layers the largest of any stage. num_layers: of the largest
-    stage.
-    num_ranks: ranks that share an adapter.
+    """Selects what a rank's AdapterStore holds; implemented in `manylora.parallel.adapters`. modules: of a
+    rank, on each of `num_layers` layers (the largest stage's) the largest of any stage. num_ranks: that share
+    an adapter.
     """
 
     modules: Mapping[int, LoraModule]

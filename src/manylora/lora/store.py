@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -96,16 +95,28 @@ class AdapterStore:
             found = []
             for task_id, digest in library.bound():
                 if (entry := host.entries.get(digest)) is not None:
-                    place = len(entry.pages), digest in device.entries, entry.content.rank
-                    found.append(Resident(library.name_of(task_id), *place, task_id in self._pins))
+                    pages, loaded, rank = len(entry.pages), digest in device.entries, entry.content.rank
+                    name, pinned = library.name_of(task_id), task_id in self._pins
+                    found.append(Resident(name, pages, loaded, rank, pinned))
             self._residents = (state, tuple(found))
-        return replace(
-            self._cache.stats(),
+        return AdapterStats(
+            host_pages=host.pages.num_pages,
+            host_pages_free=host.pages.num_free,
+            device_pages=device.pages.num_pages,
+            device_pages_free=device.pages.num_free,
+            host_adapters=len(host.entries),
+            device_adapters=len(device.entries),
+            host_pinned=host.num_pinned,
+            device_pinned=device.num_pinned,
+            host_stores=host.num_stores,
+            host_evictions=host.num_evictions,
+            device_hits=device.num_hits,
+            device_evictions=device.num_evictions,
             page_bytes=self._pool.page_bytes,
             device_loads=self._transfers.num_loads,
-            version_changes=self.library.versions.num_changes,
-            source_loads=self.library.num_loads,
-            inert_loads=self.library.num_inert,
+            version_changes=library.versions.num_changes,
+            source_loads=library.num_loads,
+            inert_loads=library.num_inert,
             max_device_adapters=self._parts.max_device_adapters,
             residents=self._residents[1],
         )
@@ -168,11 +179,9 @@ class AdapterStore:
         return MixLease.of([(lease, scale) for lease, (_, scale) in zip(leases, lora.members, strict=True)])
 
     def acquire(self, lora: LoraInput, adapter: Adapter | FileAdapter | None) -> AdapterLease:
-        """A lease on the result of `prepare`. The adapter is on the host, or carried until pages are free.
-
-        Tensors for a known id replace its adapter; existing leases keep theirs. Raises AdapterNotCachedError
-        if it was evicted meanwhile, AdapterCacheFullError if it could never fit, AdapterInvalidError if it
-        cannot be divided among the ranks.
+        """A lease on the result of `prepare`. Tensors for a known id replace its adapter; existing leases
+        keep theirs. Raises AdapterNotCachedError if it was evicted meanwhile, AdapterCacheFullError if it
+        could never fit, AdapterInvalidError if it cannot be divided among the ranks.
         """
         assert lora.task_id is not None
         digest = adapter.digest if adapter else self.library.digest(lora.task_id)
@@ -216,11 +225,9 @@ class AdapterStore:
         return True
 
     def _admit_one(self, lease: AdapterLease) -> bool:
-        """Start to load the adapter to the device and pin it there. Returns False if no pages are free for
-        it.
-
-        Only adapters of admitted leases can prevent it. If adapters that other leases wait for fill the host,
-        they are evicted, and their leases carry them.
+        """Start to load the adapter to the device and pin it there. False: no pages are free, which only
+        adapters of admitted leases can cause: those that leases wait for are evicted, and their leases carry
+        them.
         """
         digest, device = lease.digest, self._cache.device
         if digest in self._transfers.lost:
@@ -262,10 +269,9 @@ class AdapterStore:
         return all(self._transfers.is_loaded(one.digest) for one, _ in lease.members)
 
     def pin(self, task_id: int) -> None:
-        """Keep the adapter of a task id on both levels from now on. Idempotent.
-
-        Raises AdapterNotCachedError if it is not in the cache or cannot be loaded to the device now,
-        AdapterCacheFullError if too little space would remain for others.
+        """Keep the adapter of a task id on both levels. Idempotent. Raises AdapterNotCachedError if it is not
+        in the cache or cannot be loaded now, AdapterCacheFullError if too little space would remain for
+        others.
         """
         if task_id in self._pins:
             return
@@ -340,10 +346,8 @@ class AdapterStore:
             self.loader.forget(digest)
 
     def batch(self, segments: Sequence[tuple[int, int, Lease]]) -> LoraBatch | None:
-        """The adapters of one forward pass: token rows [start, stop) with their leases.
-
-        The pass waits, on the device, for adapters that have not arrived. This call waits for those that are
-        still being written on the host.
+        """The adapters of one forward pass: token rows [start, stop) with their leases. The pass waits, on
+        the device, for adapters that have not arrived; this call for those still being written on the host.
         """
         for _, _, lease in segments:
             for one, _ in lease.members:

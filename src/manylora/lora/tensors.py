@@ -37,10 +37,8 @@ _known: WeakValueDictionary[str, SharedMatrices] = WeakValueDictionary()  # by k
 
 @dataclass(frozen=True, eq=False)
 class SharedMatrices:
-    """A and B used by many rows, within one or many adapters. Each content is in memory once.
-
-    values: A [rank, in], then B [out, rank], flat; in float32, or as read back from pages. key: digest of
-    the float32 values.
+    """A and B used by many rows; each content is in memory once. values: A [rank, in], then B [out, rank],
+    flat, in float32 or as read back from pages. key: digest of the float32 values.
     """
 
     key: str

@@ -42,10 +42,8 @@ class OtherRanks(Protocol):
     """What the other ranks of a group must do with their parts of an adapter."""
 
     def write(self, adapter: Adapter | FileAdapter, pages: Sequence[int]) -> None:
-        """Write it to these host pages, and wait until all ranks have. If it is an AdapterPart, they were
-        told to keep it.
-
-        Thread-safe. Raises RequestError.
+        """Write it to these host pages, and wait until all ranks have; an AdapterPart is one they were told
+        to keep. Thread-safe. Raises RequestError.
         """
 
     def keep(self, part: Adapter, pages: Sequence[int]) -> None:
@@ -91,11 +89,9 @@ class Transfers:
         self._most_pages = max(self._most_pages, len(held.pages))
 
     def make_ready(self, is_idle: Callable[[], bool]) -> None:
-        """Start to make the system allocate the memory of the pages to be claimed next, enough for another
-        adapter.
-
-        All of it while the engine is idle, otherwise one part. On a virtual machine the first write to 2 MiB
-        of new memory may take longer than reading an adapter, and block a core.
+        """Start to make the system allocate the pages to be claimed next, enough for another adapter; while
+        the engine is busy, a part of them. On a virtual machine the first write to 2 MiB of new memory may
+        take longer than reading an adapter, and block a core.
         """
         least = -(-READY_BYTES // self._pool.page_bytes)
         pages = self._cache.host.pages.upcoming(max(self._most_pages, least))

@@ -262,10 +262,8 @@ class AdapterCatalog:
         terms: Terms | None = None,
         number: int = 0,
     ) -> Version:
-        """Add an adapter on request. Raises CatalogError; then nothing has changed.
-
-        move: called with its path and its digest once the adapter was read without an error; returns its
-        final path. number: of this version; 0: the next one.
+        """Add an adapter on request. move: called with its path and its digest once it was read; returns its
+        final path. number: of this version; 0: the next one. Raises CatalogError; then nothing has changed.
         """
         path, _ = self._path_below(given, self._sent)
         self.check_new(name, replace=replace)

@@ -129,9 +129,7 @@ class AdapterEntry:
 
 
 class EntryReader:
-    """Reads the catalog's entries, each at most once at a time, and keeps copies of what it read. Belongs to
-    the event loop; files are read on threads of its own.
-
+    """Reads the catalog's entries, each at most once at a time, on threads of its own, and keeps copies.
     quiet_s: how long files must be unchanged before an error in them counts. The rest as in `AdapterCatalog`.
     """
 

@@ -52,11 +52,9 @@ class _Source:
 
 
 class AdapterLibrary:
-    """reader: for folders named by Triton's parameters. disk: copies of adapters that were sent with
-    requests. folders: of adapters that are served by name; each is read at its first request.
-
-    Thread-safe: names are resolved where requests arrive, files are read on other threads, and the engine's
-    thread binds ids. Files are checked without holding the lock.
+    """reader: for folders named by Triton's parameters. disk: copies of adapters sent with requests. folders:
+    of adapters served by name, each read at its first request. Thread-safe: names are resolved where requests
+    arrive, files are read on other threads without the lock, and the engine's thread binds ids.
     """
 
     def __init__(

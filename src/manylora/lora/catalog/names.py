@@ -112,12 +112,9 @@ def is_folder_name(name: str) -> bool:
 
 
 def name_problem(name: str, bases: Sequence[str] = ()) -> str:
-    """Why no adapter may have this name; "": one may.
-
-    An adapter must be found again under its name when its folder is scanned, and no name may be a form in
-    which requests name something else: otherwise who loads an adapter could answer for another model.
-
-    bases: the base model's names and paths.
+    """Why no adapter may have this name; "": one may. A scan of its folder must find it again, and no name
+    may be a form in which requests name something else, or its owner could answer for another model. bases:
+    the base model's names and paths.
     """
     parts = name.split("/")
     if not is_name(name):

@@ -31,10 +31,8 @@ MAX_KNOWN = 8192  # folders with a known digest; beyond it the oldest are forgot
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """kind: format of the files: peft, nemo, npy, llgtrt. dtype: of the values as read. rank: the largest of
-    any row.
-    num_bytes: of all values. notes: warnings about settings that may not be intended. labels: of its
-    classification head; 0: none.
+    """kind: peft, nemo, npy or llgtrt. dtype: of the values as read. rank: the largest of any row. num_bytes:
+    of all values. notes: warnings. labels: of its classification head; 0: none.
     """
 
     kind: str

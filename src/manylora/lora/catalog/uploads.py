@@ -88,10 +88,8 @@ class AdapterRecord:
         self.revision = 0
 
     def read(self, *, fresh: bool = False) -> bool:
-        """Read the file if its inode, size or time differ from the last read or write, or always if `fresh`.
-
-        Returns whether it was read. Raises OSError, also if it is not readable: it would be unknown who owns
-        the adapters.
+        """Read the file if its inode, size or time differ from the last read or write, or if `fresh`. Returns
+        whether it was read. Raises OSError if it is not readable: its adapters' owners would be unknown.
         """
         path = self._folder / FILE
         try:
@@ -255,10 +253,9 @@ class Uploads:
         return path
 
     def add_config(self, path: Path, config: str) -> Path:
-        """Make a received file with PEFT's tensors an adapter of its own. config: text of its
-        adapter_config.json.
-
-        Returns the new path; the file is removed. Raises CatalogError, AdapterInvalidError.
+        """Make a received file with PEFT's tensors an adapter of its own, with the text of an
+        adapter_config.json. Returns its path; the given file is removed. Raises CatalogError,
+        AdapterInvalidError.
         """
         made = path.with_stem(f"{path.stem}-whole")
         try:

@@ -63,7 +63,7 @@ class Tokenizers:
         if file.digest == self._base_digest:
             return None
         if self.get(file) is None:
-            self._add(file.digest, content)
+            self._add(file, content)
         return file
 
     def get(self, file: TokenizerFile) -> Tokenizer | None:
@@ -83,14 +83,13 @@ class Tokenizers:
         content = _read(file.path, file.bounds)
         if _digest(content) != file.digest:
             raise AdapterInvalidError(f"its {file.path.name} has changed, and is not in memory any more")
-        return self._add(file.digest, content)
+        return self._add(file, content)
 
-    def _add(self, digest: str, content: bytes) -> Tokenizer:
+    def _add(self, file: TokenizerFile, content: bytes) -> Tokenizer:
         with self._opening:
-            with self._lock:
-                known = self._held.get(digest)
+            known = self.get(file)
             if known is not None:
-                return known[0]
+                return known
             try:
                 made = Tokenizer.parse(content.decode("utf-8"))
             except ValueError as error:
@@ -109,7 +108,7 @@ class Tokenizers:
                 )
             size = IN_MEMORY * len(content)
             with self._lock:
-                self._held[digest] = made, size
+                self._held[file.digest] = made, size
                 self.num_bytes += size
                 while self.num_bytes > self._max_bytes and len(self._held) > 1:
                     _, (_, freed) = self._held.popitem(last=False)

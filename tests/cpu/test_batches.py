@@ -105,7 +105,7 @@ def test_a_wrong_line_is_named(content: bytes, number: int, reason: str, tmp_pat
     path.write_bytes(content)
     with pytest.raises(BatchInvalidError, match=reason) as raised:
         read_lines(path, 1000, CHAT)
-    assert raised.value.problems[0].number == number
+    assert raised.value.problems[0]["line"] == number
 
 
 def test_a_batch_is_cancelled_and_keeps_what_was_answered(client: openai.OpenAI) -> None:

@@ -337,13 +337,13 @@ def test_requests_and_close_meet_without_a_lost_one() -> None:
 
 
 def test_a_server_whose_engine_is_stuck_is_not_ready_and_then_gives_it_up(monkeypatch) -> None:
-    from manylora.openai.serving import in_process
+    from manylora.openai import server as openai_server
 
-    monkeypatch.setattr(in_process, "WATCH_S", 0.02)
-    monkeypatch.setattr(in_process, "STALLED_S", 0.1)
+    monkeypatch.setattr(openai_server, "WATCH_S", 0.02)
+    monkeypatch.setattr(openai_server, "STALLED_S", 0.1)
     engine, sink, reasons = Stuck(), Sink(), queue.SimpleQueue()
     engine.model = SimpleNamespace(encoder=None)
-    server = in_process.InProcessEngine(engine, 0.3, reasons.put)  # type: ignore[arg-type]
+    server = openai_server.InProcessEngine(engine, 0.3, reasons.put)  # type: ignore[arg-type]
     assert server.alive
     server.submit(request(), sink)
     assert engine.inside.wait(60)
@@ -356,10 +356,10 @@ def test_a_server_whose_engine_is_stuck_is_not_ready_and_then_gives_it_up(monkey
 
 
 def test_a_server_hears_of_its_engine_s_death(engine: FakeEngine) -> None:
-    from manylora.openai.serving import in_process
+    from manylora.openai import server as openai_server
 
     reasons: queue.SimpleQueue = queue.SimpleQueue()
-    server = in_process.InProcessEngine(engine, 0.0, reasons.put)  # type: ignore[arg-type]
+    server = openai_server.InProcessEngine(engine, 0.0, reasons.put)  # type: ignore[arg-type]
     server.submit(request(prompt=(13,)), Sink())
     assert "MemoryError" in reasons.get(timeout=60)
     assert not server.alive

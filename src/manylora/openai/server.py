@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.applications import Starlette
@@ -41,16 +44,21 @@ from manylora.model.checkpoint import read_model_config
 from manylora.openai.api.params import Limits
 from manylora.openai.app import AppContext, make_app
 from manylora.openai.options import ENGINE_NAMES, ServeOptions
-from manylora.openai.serving.backend import Backend, EngineClient, FairQueue
+from manylora.openai.serving.backend import Backend, EngineClient, FairQueue, Wake
 from manylora.openai.serving.connections import AT_ONCE, Clients, check_certificate, listen, raise_open_files
 from manylora.openai.serving.inference import Inference
 from manylora.openai.serving.keys import HostCheck, Keyring
 from manylora.openai.serving.metrics import Metrics
 from manylora.openai.serving.protocol import BoundedHttp
 
+if TYPE_CHECKING:
+    from manylora.engine.engine import Engine
+
 logger = logging.getLogger("manylora")
 
 START_FAILED = 3  # exit status of uvicorn's own command
+WATCH_S = 0.25
+STALLED_S = 30.0  # time without progress after which the engine is not ready
 SHOWN = 8  # names of adapters in the log
 BATCHES_QUEUED = 2  # in the engine at a time: one runs, one is ready to follow
 
@@ -192,7 +200,6 @@ class _ServedModel:
 
 def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _ServedModel:
     from manylora.engine.engine import open_engine
-    from manylora.openai.serving.in_process import InProcessEngine
 
     try:
         engine = open_engine(options.engine_config())
@@ -210,6 +217,51 @@ def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _ServedM
     )
 
 
+class InProcessEngine:
+    """Starts the engine's thread, which `close` stops. ended: called once, from another thread, with the
+    reason why it died or made no progress for hang_s (0: no limit). Open requests have failed by then.
+    """
+
+    follows = True
+
+    def __init__(
+        self, engine: Engine, hang_s: float = 0.0, ended: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        from manylora.engine.loop import EngineLoop
+
+        self._wake: Wake = lambda: None
+        self._loop = loop = EngineLoop(engine, lambda: self._wake())
+        self.resident = engine.is_resident
+        self.submit, self.cancel, self.publish = loop.submit, loop.cancel, loop.publish
+        self.stats, self.cache_map = loop.stats, loop.cache_map
+        self.pins = loop
+        self._hang_s, self._ended = hang_s, ended
+        self._stalled_s = 0.0
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="manylora-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        while self._loop.death is None:
+            if self._closed.wait(WATCH_S):
+                return
+            # Time in which this thread was stopped too, as when the process is suspended, does not count.
+            self._stalled_s = min(self._loop.stalled_s, self._stalled_s + 2 * WATCH_S)
+            if self._hang_s and self._stalled_s >= self._hang_s:
+                self._loop.fail(f"it has not moved for {self._stalled_s:.0f} s")
+        self._ended(str(self._loop.death))
+
+    def on_events(self, wake: Wake) -> None:
+        self._wake = wake
+
+    @property
+    def alive(self) -> bool:
+        return self._loop.alive and self._stalled_s < STALLED_S
+
+    async def close(self) -> None:
+        self._closed.set()
+        await asyncio.get_running_loop().run_in_executor(None, self._loop.close, False)
+
+
 def _through_triton(options: ServeOptions) -> _ServedModel:
     try:
         from manylora.openai.serving.triton import TritonEngine, TritonModel
@@ -225,7 +277,9 @@ def _through_triton(options: ServeOptions) -> _ServedModel:
     modules = lora_modules(model, lora.target_modules)
     lora_config = options.sections.get("lora_config")
     read = modules_to_read(modules, lora_config)
-    rules = AdapterRules(modules, model.num_layers, lora.rank_limit, found.half)
+    rules = AdapterRules(
+        modules, model.num_layers, lora.rank_limit, found.inputs.get("lora_weights") == "FP16"
+    )
     text_only = options.lora_text_only or bool(lora_config and lora_config.lora_text_only)
     base, quant = BaseWeights(options.folder), quant_config(found.parameters)  # reads a DoRA's magnitudes
     if quant is not None:  # its parameters do not give the dtype

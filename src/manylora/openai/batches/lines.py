@@ -33,22 +33,16 @@ MAX_PROBLEMS = 20  # wrong lines that are reported
 FIELDS = {"custom_id", "method", "url", "body"}
 
 
-@dataclass(frozen=True)
-class LineProblem:
-    """What is wrong with a line. number: from 1."""
-
-    number: int
-    code: str
-    message: str
-    param: str | None = None
+def problem(code: str, message: str, line: int | None = None, param: str | None = None) -> dict[str, Any]:
+    """What is wrong with a batch, as its errors list it. line: from 1."""
+    return {"code": code, "line": line, "message": message, "param": param}
 
 
 class BatchInvalidError(ConfigError):
     """Some lines are no requests."""
 
-    def __init__(self, problems: list[LineProblem]) -> None:
-        first = problems[0]
-        super().__init__(f"line {first.number}: {first.message}")
+    def __init__(self, problems: list[dict[str, Any]]) -> None:
+        super().__init__(f"line {problems[0]['line']}: {problems[0]['message']}")
         self.problems = problems
 
 
@@ -71,13 +65,13 @@ def read_lines(path: Path, max_bytes: int, endpoint: str | None = None) -> list[
     """
     found: list[BatchLine] = []
     seen: set[str] = set()
-    problems: list[LineProblem] = []
+    problems: list[dict[str, Any]] = []
     for number, offset, raw in _raw_lines(path, max_bytes):
         if len(found) == MAX_LINES:
-            problems.append(LineProblem(number, "too_many_lines", f"a batch may have {MAX_LINES} requests"))
+            problems.append(problem("too_many_lines", f"a batch may have {MAX_LINES} requests", number))
         elif len(raw) > max_bytes:
             reason = f"a line may have {max_bytes} bytes, as the body of a request (max_request_bytes)"
-            problems.append(LineProblem(number, "request_too_large", reason))
+            problems.append(problem("request_too_large", reason, number))
         else:
             try:
                 line = _parse(raw, offset, endpoint)
@@ -87,11 +81,11 @@ def read_lines(path: Path, max_bytes: int, endpoint: str | None = None) -> list[
                 seen.add(line.custom_id)
                 found.append(line)
             except ApiError as error:
-                problems.append(LineProblem(number, error.code, error.message, error.param))
+                problems.append(problem(error.code, error.message, number, error.param))
         if len(problems) == MAX_PROBLEMS or (len(found) == MAX_LINES and problems):
             break
     if not found and not problems:
-        problems.append(LineProblem(1, "empty_file", "the file has no requests"))
+        problems.append(problem("empty_file", "the file has no requests", 1))
     if problems:
         raise BatchInvalidError(problems)
     return found

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from manylora.openai.api.errors import ApiError
 from manylora.openai.batches import lines as batch_lines
-from manylora.openai.batches.lines import AnswerFile, BatchLine, NoRoomError
+from manylora.openai.batches.lines import AnswerFile, BatchLine, NoRoomError, problem
 from manylora.openai.serving.keys import ApiKey, Keyring
 from manylora.system.folders import hold, make_temporary, remove_temporary
 
@@ -273,10 +273,7 @@ class BatchStore:
                 batch_lines.read_lines, self.path(file), self._max_line, batch.endpoint
             )
         except batch_lines.BatchInvalidError as error:
-            batch.errors = [
-                {"code": one.code, "line": one.number, "message": one.message, "param": one.param}
-                for one in error.problems
-            ]
+            batch.errors = error.problems
             self._end(batch, "failed")
             return
         share = max(1, self.bytes_left // RUNNING_AT_ONCE)
@@ -316,10 +313,10 @@ class BatchStore:
                         answers.add(line, expired, ok=False)
                 return "expired"
         except NoRoomError as error:
-            batch.errors = [_problem("no_room", f"{error}: delete files, and make a batch of the others")]
+            batch.errors = [problem("no_room", f"{error}: delete files, and make a batch of the others")]
         except OSError as error:
             logger.warning("the answers of %s cannot be kept: %s", batch.id, error.strerror)
-            batch.errors = [_problem("insufficient_storage", f"its answers cannot be kept: {error.strerror}")]
+            batch.errors = [problem("insufficient_storage", f"its answers cannot be kept: {error.strerror}")]
         finally:
             count()
         return "failed"
@@ -340,7 +337,7 @@ class BatchStore:
             except (ApiError, OSError) as error:
                 logger.warning("the answers of %s cannot be written: %s", batch.id, error)
                 if time.time() > batch.expires_at:
-                    status, batch.errors = "failed", [_problem("insufficient_storage", str(error))]
+                    status, batch.errors = "failed", [problem("insufficient_storage", str(error))]
                     break
                 await asyncio.sleep(RETRY_S)
         self._end(batch, status)
@@ -359,7 +356,7 @@ class BatchStore:
             path.unlink(missing_ok=True)
 
     def _fail(self, batch: Batch, code: str, message: str) -> None:
-        batch.errors = [_problem(code, message)]
+        batch.errors = [problem(code, message)]
         self._end(batch, "failed")
 
     def _end(self, batch: Batch, status: str) -> None:
@@ -386,7 +383,3 @@ class BatchStore:
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(value), encoding="utf-8")
         partial.replace(path)
-
-
-def _problem(code: str, message: str) -> dict[str, Any]:
-    return {"code": code, "line": None, "message": message, "param": None}

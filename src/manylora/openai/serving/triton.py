@@ -104,10 +104,6 @@ class TritonModel:
             logger.warning("triton: model %s is not decoupled: streams come in one piece, and n is 1", name)
         return found
 
-    @property
-    def half(self) -> bool:
-        return self.inputs.get("lora_weights") == "FP16"
-
     def tensors(self, request: Request) -> dict[str, np.ndarray]:
         """The input tensors. Raises ApiError for ones that the model lacks: Triton would leak a reference to
         it.
@@ -183,15 +179,11 @@ class TritonEngine:
         self._begun: set[int] = set()  # tickets with at least one token
         self._known: OrderedDict[int, None] = OrderedDict()  # task ids, the most recently used last
         self._wake: Wake = lambda: None
-        self._ready = True
+        self.alive = True
         self._checking = asyncio.create_task(self._check())
 
     def on_events(self, wake: Wake) -> None:
         self._wake = wake
-
-    @property
-    def alive(self) -> bool:
-        return self._ready
 
     def resident(self, task_id: int) -> bool:
         """Whether the server has accepted this adapter and has not reported its eviction since."""
@@ -328,11 +320,11 @@ class TritonEngine:
                 ready = (await self._stub.ModelReady(question, timeout=CHECK_S)).ready
             except grpc.RpcError:
                 ready = False
-            if ready != self._ready:
+            if ready != self.alive:
                 logger.warning("triton: model %s is %s", self.model.name, "ready" if ready else "not ready")
             if not ready:
                 self._known.clear()  # the model may restart with an empty cache
-            self._ready = ready
+            self.alive = ready
             await asyncio.sleep(CHECK_S)
 
 

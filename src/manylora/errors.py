@@ -100,9 +100,7 @@ class AdapterNotFoundError(AdapterError):
 
 
 class AdapterNotCachedError(AdapterError):
-    """The request has only a task id, whose adapter is not in the cache. Clients match the words "Please send
-    LoRA weights with request" to send the tensors again.
-    """
+    """Its task id is not in the cache. Clients match "Please send LoRA weights with request", and do so."""
 
     def __init__(self, task_id: int) -> None:
         super().__init__(f"LoRA task {task_id} not found in cache. Please send LoRA weights with request")

@@ -1,7 +1,4 @@
-"""TensorRT-LLM's import paths: `from manylora.executor.request import LoRARequest` is `manylora.LoRARequest`.
-
-The modules have no files. What they name is imported on first use.
-"""
+"""TensorRT-LLM's import paths, as modules without files: `manylora.executor.request` has LoRARequest."""
 
 from __future__ import annotations
 

@@ -62,12 +62,9 @@ def write_dataset(path: Path, requests: Iterable[BenchRequest]) -> None:
 
 
 def to_line(request: BenchRequest) -> str:
-    entry: dict[str, Any] = {"task_id": request.task_id}
-    if request.input_ids is not None:
-        entry["input_ids"] = list(request.input_ids)
-    else:
-        entry["prompt"] = request.prompt
-    entry["output_tokens"] = request.output_tokens
+    ids, prompt = request.input_ids, {"prompt": request.prompt}
+    given: dict[str, Any] = prompt if ids is None else {"input_ids": list(ids)}
+    entry = {"task_id": request.task_id, **given, "output_tokens": request.output_tokens}
     if (lora := request.lora) is not None:
         names = ("lora_name", "lora_int_id", "lora_path")
         entry["lora_request"] = {name: getattr(lora, name) for name in names}
@@ -87,9 +84,7 @@ def with_adapters(
 
 
 def spread(popularity: str, adapters: Sequence[T], count: int, rng: random.Random) -> list[T]:
-    """An adapter for each of `count` requests. distinct: round robin. identical: the first adapter for all.
-    uniform: all are equally likely. zipf: the k-th has the weight k ** -1.5.
-    """
+    """An adapter for each of `count` requests. distinct: round robin. zipf: the k-th weighs k ** -1.5."""
     if popularity not in POPULARITIES:
         raise ValueError(f"popularity must be one of {', '.join(POPULARITIES)}, got {popularity!r}")
     if popularity in ("distinct", "identical"):

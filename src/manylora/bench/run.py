@@ -41,7 +41,6 @@ def run_bench(
     keep_text: bool = False,
 ) -> tuple[dict[str, Any], list[Record], list[Sample]]:
     """Returns the report, and records and samples of the run with adapters. Raises ConfigError, ValueError.
-
     arguments: of `LLM`. sampling: fields of SamplingParams. concurrency: 0 is no limit.
     """
     from manylora.llmapi import LLM, LoraConfig

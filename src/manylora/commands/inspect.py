@@ -69,7 +69,10 @@ def _lines(report: AdapterReport, judged: bool) -> Iterator[tuple[str, object]]:
     if report.dtype is not None:
         yield "dtype", report.dtype
     for name, ranks in (report.modules or {}).items():
-        yield "module", f"{name}: {_ranks(ranks)}"
+        shown = ", ".join(f"rank {rank} in layer {layer}" for layer, rank in sorted(ranks.items()))
+        if len(set(ranks.values())) == 1:
+            shown = f"rank {next(iter(ranks.values()))} in {_layers(sorted(ranks))}"
+        yield "module", f"{name}: {shown}"
     if report.num_dora:
         yield "dora", f"{report.num_dora} rows"
     for extra in _extras(report.extras):
@@ -109,12 +112,6 @@ def _tensors(report: AdapterReport, modules: Mapping[int, LoraModule]) -> Iterat
     may_be_gated = not modules or LoraModuleId.MLP_GATE in modules
     if may_be_gated and {LoraModuleId.MLP_H_TO_4H, LoraModuleId.MLP_GATE} & set(ids):
         yield GATES
-
-
-def _ranks(ranks: Mapping[int, int]) -> str:
-    if len(set(ranks.values())) == 1:
-        return f"rank {next(iter(ranks.values()))} in {_layers(sorted(ranks))}"
-    return ", ".join(f"rank {rank} in layer {layer}" for layer, rank in sorted(ranks.items()))
 
 
 def _extras(extras: Sequence[LoraExtra]) -> Iterator[str]:

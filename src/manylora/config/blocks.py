@@ -18,9 +18,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """DeepSeek's attention (MLA): keys and values of all heads are projections of one vector per token, its
-    latent. Sizes in elements; those of queries and values are per head.
-    """
+    """MLA: keys and values of all heads are projections of a token's latent. Sizes in elements, per head."""
 
     q_rank: int  # size of the latent for queries; 0: queries come from the hidden states
     kv_rank: int  # size of the latent for keys and values
@@ -60,9 +58,7 @@ class AltUpConfig:
 
 @dataclass(frozen=True)
 class HeadLayerConfig:
-    """Between an encoder's hidden states and a classification head. activation: empty for none. norm: one
-    follows. each: it also runs before the labels of each token, not only before those of a whole prompt.
-    """
+    """Before a classification head. norm: one follows. each: also before the labels of each token."""
 
     activation: str
     biased: bool = True

@@ -229,9 +229,7 @@ class EngineConfig:
 
     @property
     def chunk_tokens(self) -> int:
-        """A prompt that does not fit one step is split at multiples of this, a power of two, whatever other
-        sequences a step has. One chunk always fits beside all of them.
-        """
+        """A prompt that does not fit one step is split at multiples of this, whatever else the step has."""
         fits = self.max_num_tokens - self.max_batch_size + 1
         return 1 << min(MAX_CHUNK, fits).bit_length() - 1
 

@@ -1,6 +1,4 @@
-"""Names of other programs' settings that are not only another name of one of ours (`config.engine`): taken
-without effect, taken with values that change nothing, or refused with what to do instead.
-"""
+"""Names of other programs' settings without a counterpart, and what each door says to them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Models and adapters by their id on the Hugging Face hub, `org/name` or `org/name@revision`, which
-huggingface_hub fetches with its own cache and variables. Only files that we read are fetched, never pickles
-or code, and only by code that starts a process, never for a request to a server.
+"""Models and adapters by their id on the Hugging Face hub, which huggingface_hub fetches. Only files that we
+read, never pickles or code, and only for code that starts a process, never for a request to a server.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def hub_name(given: str | Path) -> str:
 
 
 def local_model(given: str | Path, revision: str | None = None, cache: Path | None = None) -> Path:
-    """The folder of a model or tokenizer. That of a hub id is downloaded unless it is in the cache, that of a
-    GGUF file stands for it. revision: branch, tag or commit of an id. cache: folder. Raises ConfigError.
+    """A folder as it is, or of a GGUF file, or of the files of a hub id, which are downloaded unless they are
+    in the cache. revision: branch, tag or commit of an id. cache: folder. Raises ConfigError.
     """
     return model_folder(_local(given, revision, cache, MODEL_FILES))
 

@@ -10,7 +10,6 @@ from typing import Any
 from manylora.config.settings import read_settings
 from manylora.errors import ConfigError
 
-DEFAULT_LABELS = 2  # the default of transformers
 POOLINGS = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_mean_tokens": "mean",
@@ -65,7 +64,7 @@ class PoolingSettings:
 def num_labels(raw: Mapping[str, Any]) -> int:
     """raw: the content of config.json."""
     names = raw.get("id2label")
-    return len(names) if names else int(raw.get("num_labels") or DEFAULT_LABELS)
+    return len(names) if names else int(raw.get("num_labels") or 2)  # as transformers
 
 
 def attends_both_ways(raw: Mapping[str, Any]) -> bool:

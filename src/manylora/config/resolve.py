@@ -1,6 +1,4 @@
-"""The only way to an EngineConfig: the user's settings override the build record, which overrides defaults.
-`rename` translates what each door calls the rows of SETTINGS, and `resolve` does everything else.
-"""
+"""The only way to an EngineConfig: the user's settings, else the build record, else defaults."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_beam_width")
 
 @dataclass(frozen=True)
 class BuildRecord:
-    """settings: of `resolve`, without quant_algo, that of the weights, which imply it. lora: the recorded
-    fields of a LoraConfig. tp_size: tensor-parallel ranks. pp_size: pipeline stages.
-    """
+    """What `manylora build` recorded. settings: of `resolve`. lora: fields of a LoraConfig."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     quant_algo: str | None = None
@@ -39,9 +35,7 @@ def weights_algo(model_dir: Path, quant: QuantConfig | None) -> str | None:
 
 
 def read_build_record(model_dir: Path) -> BuildRecord:
-    """Empty for a directory that `manylora build` did not write, or that does not exist, which opening the
-    model reports. Raises ConfigError for a record that cannot be read.
-    """
+    """Empty for a directory that was not built, or does not exist. Raises ConfigError."""
     path = Path(model_dir) / "config.json"
     raw = read_json(path) or {}
     record = raw.get(KEY)
@@ -76,9 +70,8 @@ NOTHING: Settings = MappingProxyType({})
 
 
 def rename(given: Mapping[str, Any], names: Mapping[str, Setting], what: str = "") -> dict[str, Any]:
-    """Translate a door's settings to `resolve`'s. Raises ConfigError.
-
-    given: values as text or as parsed from YAML; None: not set. what: prefix of a name in errors.
+    """Translate a door's settings, as text or from YAML, to `resolve`'s. what: prefix in errors. Raises
+    ConfigError.
     """
     settings: dict[str, Any] = {}
     for name, row in names.items():

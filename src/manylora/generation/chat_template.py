@@ -131,10 +131,8 @@ class ChatTemplate:
         most: int = MOST,
         variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
-        """The prompt, ready for the assistant's answer. Raises RequestError.
-
-        most: maximum number of characters. Tools, calls and results that the template does not know become
-        text.
+        """The prompt, ready for the assistant's answer. Raises RequestError. most: maximum number of
+        characters. Tools, calls and results that the template does not know become text.
         """
         has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
         if not self.takes_tools and (tools or (has_calls and not self._shows_calls)):

@@ -23,10 +23,9 @@ OF_DRAWING = ("temperature", "top_k", "top_p", "min_p")
 
 @dataclass(frozen=True)
 class StopRules:
-    """When an output ends, and how its text is made.
-
-    end_ids: end it and are never part of it. ids: stop token ids, with the stop reasons. texts: end it
-    wherever they appear. min_tokens: nothing ends it before. include: keep stop ids and texts in the output.
+    """When an output ends, and how its text is made. end_ids: never part of it. ids: stop token ids, with the
+    reasons. texts: end it wherever they appear. min_tokens: nothing ends it before. include: keep stop ids
+    and texts.
     """
 
     end_ids: frozenset[int] = frozenset()
@@ -77,7 +76,7 @@ def with_defaults(
     params: SamplingParams, defaults: GenerationDefaults, *, own_length: bool
 ) -> SamplingParams:
     """The same with defaults for fields that are None, except in beam search those of sampling. own_length:
-    `max_tokens` was set by the caller. Raises ValueError if the defaults do not fit the other fields.
+    the caller set `max_tokens`. Raises ValueError if they do not fit the other fields.
     """
     skipped = OF_DRAWING if params.use_beam_search else ()
     unset = [name for name in defaults.fields if name not in skipped and getattr(params, name) is None]

@@ -40,9 +40,7 @@ def overlap(text: str, word: str, start: int = 0) -> int:
 
 
 class Continuation:
-    """tokenizer: None leaves the text empty. What may become a stop text, or is half a character, is withheld
-    until that is known, so that reported text never changes.
-    """
+    """Withholds what may become a stop text, or is half a character. tokenizer: None: no text."""
 
     def __init__(self, rules: StopRules, tokenizer: Tokenizer | None) -> None:
         self._rules, self._stops = rules, StopTexts(rules.texts)

@@ -91,9 +91,8 @@ def check_dimensions(dimensions: int, settings: PoolingSettings) -> None:
 
 
 def probabilities(logits: np.ndarray, settings: PoolingSettings, activate: bool = True) -> np.ndarray:
-    """logits [..., labels] to probabilities, with softmax; with sigmoid for one label or problem_type
-    multi_label_classification; unchanged for regression. problem_type is for heads with the base model's
-    labels.
+    """logits [..., labels] to probabilities: softmax; sigmoid for one label or multi_label_classification;
+    unchanged for regression. problem_type is for heads with the base model's labels.
     """
     count = logits.shape[-1]
     problem = settings.problem if len(settings.labels or (0, 0)) == count else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
@@ -266,11 +266,11 @@ class SamplingParams:
 
     @property
     def stop_texts(self) -> list[str]:
-        return _texts(self.stop)
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
     def bad_texts(self) -> list[str]:
-        return _texts(self.bad)
+        return [self.bad] if isinstance(self.bad, str) else list(self.bad or ())
 
     def check(self) -> None:
         """Raises ValueError for values that are wrong, not implemented, or cannot be combined."""
@@ -280,7 +280,17 @@ class SamplingParams:
             if not any(value is other or (is_scalar and value == other) for other in accepted):
                 raise ValueError(f"SamplingParams: {name} is not supported, got {value!r}; leave it out")
         self._check_types()
-        self._check_counts()
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be >= {least}, got {value}")
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of ({self.best_of}) cannot be less than n ({self.n})")
+        if self.num_samples > 1 and self.greedy and not self.top_p:  # with a top_p equal outputs are wanted
+            raise ValueError(
+                "Greedy decoding in the LLM API does not allow multiple returns. Ask for sampling with "
+                f"temperature, top_k or top_p, got best_of={self.num_samples}"
+            )
         for name, share in (("min_p", self.min_p), ("top_p", self.top_p)):
             if share is not None and not 0 <= share <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {share}")
@@ -312,22 +322,3 @@ class SamplingParams:
                 raise ValueError(f"{name} must be {wanted}, got {value!r:.80}")
             if kind == "int" and name != "seed" and value > MOST:
                 raise ValueError(f"{name} must be <= {MOST}, got {value!r:.80}")
-
-    def _check_counts(self) -> None:
-        for name, least in LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be >= {least}, got {value}")
-        if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of ({self.best_of}) cannot be less than n ({self.n})")
-        if self.num_samples > 1 and self.greedy and not self.top_p:  # with a top_p equal outputs are wanted
-            raise ValueError(
-                "Greedy decoding in the LLM API does not allow multiple returns. Ask for sampling with "
-                f"temperature, top_k or top_p, got best_of={self.num_samples}"
-            )
-
-
-def _texts(value: str | Sequence[str] | None) -> list[str]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else list(value)

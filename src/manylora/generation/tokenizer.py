@@ -42,10 +42,7 @@ class TextLimits:
         self.per_token = per_token or ASSUMED
 
     def check(self, length: int, context: int | None, whole: bool = True) -> None:
-        """Raises TextTooLongError if a text of this length must have more than `context` tokens.
-
-        whole: False: it need not fit the context; then, and for None, the limit is `longest_text`.
-        """
+        """Raises TextTooLongError for more than `context` tokens. whole: False: it need not fit."""
         if context is None or not whole:
             most = longest_text(context)
             if length > most:
@@ -59,9 +56,8 @@ class TextLimits:
             )
 
     def probe(self, text: str, context: int, count: Callable[[str], int]) -> None:
-        """Raises TextTooLongError if a text's start already has clearly more than `context` tokens, which is
-        cheaper to find than to tokenise all. A text whose length usually fits is not checked. count: tokens
-        of a text.
+        """Raises TextTooLongError if a long text's start already has clearly more than `context` tokens,
+        which is cheaper to find than to tokenise all. count: tokens of a text.
         """
         size = max(FREE, 4 * context)
         while 2 * size <= len(text):
@@ -256,8 +252,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
         """The text's ids. A long text does not block other Python threads. Raises RequestError.
 
-        context: tokens that fit. A text that certainly has more is not tokenised; the result may still have
-        more.
+        context: tokens that fit: a text that certainly has more is not tokenised; the result may have more.
         """
         if context is not None:
             self.limits.check(len(text), context)
@@ -323,10 +318,7 @@ class Tokenizer:
         variables: Mapping[str, Any] = NO_VARIABLES,
         continues: bool = False,
     ) -> str:
-        """Messages through the chat template, ready for the assistant's answer. Raises RequestError.
-
-        context: tokens that fit; None: not known. continues: the answer continues the last message.
-        """
+        """Messages through the chat template. continues: the last one goes on. Raises RequestError."""
         if continues:
             variables = {**variables, "add_generation_prompt": False, "continue_final_message": True}
         text = self.template.render(messages, tools, longest_text(context), variables)

@@ -1,7 +1,4 @@
-"""The Python API, modelled on TensorRT-LLM's: `LLM`, its configuration and its outputs.
-
-`LLM` needs torch, so it is imported on first use.
-"""
+"""The Python API, modelled on TensorRT-LLM's. `LLM` needs torch, so it is imported on first use."""
 
 from __future__ import annotations
 

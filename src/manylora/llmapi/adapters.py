@@ -56,10 +56,7 @@ class NamedAdapters:
         return sorted(self._folders.names() | self._aliases.keys())
 
     def find(self, name: str, replace: Callable[[LoRARequest], None]) -> LoRARequest:
-        """Changed files take effect now, by `replace`; if they are broken, the previous content stays.
-
-        Raises AdapterNotFoundError.
-        """
+        """Changed files take effect now, by `replace`, unless broken. Raises AdapterNotFoundError."""
         meant, now = self._aliases.resolve(name), time.monotonic()
         with self._lock:
             known = self._known.get(meant)
@@ -108,9 +105,7 @@ class _Registered:
 
 
 class AdapterRegistry:
-    """Thread-safe. An id belongs to one path until it is refused. A hub id is downloaded at its first read,
-    and refers to the same files from then on.
-    """
+    """Thread-safe. An id belongs to one path until it is refused; a hub id to the files first fetched."""
 
     def __init__(self, library: AdapterLibrary, reader: AdapterReader) -> None:
         self._library, self._reader = library, reader
@@ -120,9 +115,7 @@ class AdapterRegistry:
         self._labels: dict[Path, int] = {}  # by place: labels of the last head that was read
 
     def claim(self, request: LoRARequest) -> None:
-        """Bind the request's id to its path, until `release`. Raises AdapterInvalidError if it has another
-        path, AdapterNotCachedError if it is unknown and the request has no path.
-        """
+        """Bind its id to its path, until `release`. Raises AdapterInvalidError, AdapterNotCachedError."""
         task_id, source = request.lora_int_id, request.lora_ckpt_source
         path = None if request.lora_path is None else _place(request.lora_path)
         with self._lock:

@@ -89,9 +89,7 @@ class LLM(PooledRequests):
         lora_request: str | LoRAChoice | None = None,
         streaming: bool = False,
     ) -> GenerationResult:
-        """Start to continue one prompt, and return at once. Raises RequestError or ValueError; errors that
-        only the engine can detect are raised by the result.
-        """
+        """Start to continue one prompt. Raises RequestError, ValueError; the result raises later ones."""
         made = self._make(inputs, sampling_params, self._named(lora_request), streaming, {})
         return self._submit(made)
 
@@ -173,9 +171,7 @@ class LLM(PooledRequests):
         return ChatText(tokenizer.chat(shown, tools or (), self._max_seq_len, variables, continues))
 
     def pin_lora(self, lora_request: LoRARequest | str) -> None:
-        """Keep an adapter on both levels of the cache until `unpin_lora`. Reads it if necessary. Raises
-        RequestError, also if too little space would be left for other adapters.
-        """
+        """Keep an adapter in both levels of the cache until `unpin_lora`. Raises RequestError."""
         problem: RequestError | None = None
         request: LoRARequest = self._named(lora_request)
         for _ in range(PIN_ATTEMPTS):

@@ -213,9 +213,7 @@ def modules_to_read(modules: Mapping[int, LoraModule], lora: LoraConfig | None) 
 
 
 def engine_config(model_dir: Path, arguments: Mapping[str, Any], **settings: Any) -> EngineConfig:
-    """settings: of `resolve`, which override the arguments. Raises ConfigError, and ValueError for a lora_dir
-    that is not an adapter.
-    """
+    """settings: override the arguments. Raises ConfigError, ValueError for a wrong lora_dir."""
     backend, moe = arguments.get("guided_decoding_backend"), arguments.get("moe_backend")
     if backend is not None and backend not in GUIDE_BACKENDS:
         raise ConfigError(f"guided_decoding_backend must be one of {GUIDE_BACKENDS}, got {backend!r}")

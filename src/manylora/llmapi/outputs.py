@@ -19,9 +19,7 @@ from manylora.request import RequestMetrics
 
 @dataclass(frozen=True)
 class RequestTimings:
-    """Seconds since the request was created; None: not reached yet. first_token: when it was published;
-    without streaming, when the engine generated it.
-    """
+    """Seconds since the request was created; None: not yet. first_token: published, or else generated."""
 
     first_token: float | None = None
     finished: float | None = None
@@ -52,11 +50,10 @@ Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
 class GenerationResult:
-    """Returned by `generate_async`. Usable from any thread and any event loop.
+    """Returned by `generate_async`. Usable from any thread and any event loop. Raises the request's error.
 
     `await result` and `result.result()` return the finished RequestOutput. `async for` and `for` yield a
     RequestOutput per step when streaming, otherwise only the finished one. Each output goes to one iterator.
-    All of them raise the request's error, a RequestError or EngineDeadError.
     """
 
     def __init__(self, request_id: int, abort: Callable[[], None]) -> None:

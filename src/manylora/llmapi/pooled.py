@@ -35,9 +35,7 @@ Loras = str | LoRAChoice | Sequence[str | LoRAChoice | None] | None
 
 
 class PooledRequests(BaseLLM):
-    """Every method waits. Several prompts are a list, with one adapter or a list of them. Raises RequestError
-    or ValueError for the first prompt that cannot be served.
-    """
+    """Every method waits. Raises RequestError or ValueError for the first prompt that cannot be served."""
 
     def embed(
         self, prompts: Any, *, pooling_params: PoolingParams | None = None, lora_request: Loras = None
@@ -98,7 +96,7 @@ class PooledRequests(BaseLLM):
                 (tuple(ids), Pooling(self._pooling.head_mode, head=True, first=first))
                 for ids, first in joined
             ]
-            made = self._submit_all(prompts, _loras_of(prompts, lora))
+            made = self._submit_all(prompts, for_each(prompts, "lora_request", lora, is_choice(lora)))
             scores = [pair_score(one.result.result(), self._pooling, params) for one in made]
             return [_output(one, ScoringOutput(score)) for one, score in zip(made, scores, strict=True)]
         flat = [text for pair in pairs for text in pair]
@@ -132,7 +130,8 @@ class PooledRequests(BaseLLM):
         sampling = SamplingParams(
             truncate_prompt_tokens=params.truncate_prompt_tokens, add_special_tokens=params.add_special_tokens
         )
-        loras, pooling = _loras_of(given, self._named(lora_request)), pooling_of(task, self._pooling)
+        named, pooling = self._named(lora_request), pooling_of(task, self._pooling)
+        loras = for_each(given, "lora_request", named, is_choice(named))
         read = [
             self._read(one, sampling, self._tokenizer_for(lora))
             for one, lora in zip(given, loras, strict=True)
@@ -161,10 +160,6 @@ class PooledRequests(BaseLLM):
         if failed := next(filter(None, errors), None):
             raise failed
         return made
-
-
-def _loras_of(prompts: Sequence[Any], lora_request: Any) -> list[LoRAChoice | None]:
-    return for_each(prompts, "lora_request", lora_request, is_choice(lora_request))
 
 
 def _output(one: LlmPooledGeneration, output: Any) -> PoolingRequestOutput[Any]:

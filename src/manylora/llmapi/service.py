@@ -137,10 +137,8 @@ logger = logging.getLogger("manylora")
 
 
 class Service:
-    """Sends requests through a loop. Thread-safe. resident: whether a task id's adapter is in the cache now.
-
-    The engine reads an adapter from the registry's path when it is not in the cache, so that an eviction is
-    invisible to the caller.
+    """Sends requests through a loop. Thread-safe. The engine reads an adapter from the registry's path when
+    it is not in the cache (`resident`), so that an eviction is invisible to the caller.
     """
 
     def __init__(self, loop: EngineLoop, registry: AdapterRegistry, resident: Callable[[int], bool]) -> None:

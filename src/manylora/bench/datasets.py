@@ -18,7 +18,6 @@ Lengths = Callable[[random.Random], int]
 
 UNSUPPORTED = ("turns", "media_paths")
 POPULARITIES = ("distinct", "uniform", "zipf", "identical")
-ZIPF = 1.5
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def spread(popularity: str, adapters: Sequence[T], count: int, rng: random.Rando
         raise ValueError(f"popularity must be one of {', '.join(POPULARITIES)}, got {popularity!r}")
     if popularity in ("distinct", "identical"):
         return [adapters[i % len(adapters) if popularity == "distinct" else 0] for i in range(count)]
-    weights = [(k + 1) ** -ZIPF for k in range(len(adapters))] if popularity == "zipf" else None
+    weights = [(k + 1) ** -1.5 for k in range(len(adapters))] if popularity == "zipf" else None
     return rng.choices(adapters, weights, k=count)
 
 

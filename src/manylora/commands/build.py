@@ -18,7 +18,6 @@ from manylora.quant.config import QuantConfig
 from manylora.system.command_line import Parser
 
 LORA = ("lora_dir", "lora_target_modules", "lora_ckpt_source", "max_lora_rank")
-DISABLED = ("disable", "None")
 WITH_MEANING = ("lora_plugin", "max_input_len")
 
 
@@ -80,7 +79,7 @@ def _take_trtllm_flags(given: dict[str, str], options: argparse.Namespace) -> No
         if reason is not None and not TRTLLM_BUILD.allows(name, value):
             raise ConfigError(f"{f'--{name} {value}'.strip()} cannot be had: {reason}; leave it out")
     plugin, length = given.get("lora_plugin"), given.get("max_input_len")
-    options.lora_plugin = None if plugin is None else plugin not in DISABLED
+    options.lora_plugin = None if plugin is None else plugin not in ("disable", "None")
     if length is not None and not length.isdecimal():
         raise ConfigError(f"--max_input_len must be a whole number, got {length or 'none'}")
     options.max_input_len = None if length is None else int(length)

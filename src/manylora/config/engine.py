@@ -15,7 +15,6 @@ from manylora.quant.config import QuantConfig
 GIB = 2**30
 MAX_CHUNK = 512
 MAX_DRAFT, MAX_NGRAM = 64, 16
-POLICIES = ("guaranteed_no_evict", "max_utilization")
 USUAL_FRACTIONS = (0.05, 0.02)  # defaults of TensorRT-LLM in Triton and in Python: nobody chose them
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 FRACTION = MappingProxyType({"above": 0, "most": 1})
@@ -159,8 +158,9 @@ class EngineConfig:
         True, "process long prompts in chunks", llm="enable_chunked_prefill", serve="enable_chunked_prefill",
         bench="enable_chunked_context")
     batch_scheduler_policy: str = setting(
-        "guaranteed_no_evict", "guaranteed_no_evict or max_utilization", choices=POLICIES,
-        llm="batch_scheduler_policy", serve="batch_scheduler_policy", bench="scheduler_policy")
+        "guaranteed_no_evict", "guaranteed_no_evict or max_utilization",
+        choices=("guaranteed_no_evict", "max_utilization"), llm="batch_scheduler_policy",
+        serve="batch_scheduler_policy", bench="scheduler_policy")
     max_queue_size: int = setting(
         0, "maximum number of waiting requests; 0: no limit", least=0, llm="max_queue_size")
     quant: QuantConfig | None = None  # quantise the weights; None: leave them as stored

@@ -175,7 +175,6 @@ FLEET = ForeignNames(
     }
 )
 
-MODEL_IS_DESCRIBED = "the config.json of --model_dir describes the model"
 MODEL_CLASSES = "model classes of your own are not loaded"
 # Flags of trtllm-build 0.17 to 0.20, and older ones that scripts still use.
 TRTLLM_BUILD = ForeignNames(
@@ -208,7 +207,7 @@ TRTLLM_BUILD = ForeignNames(
         "kv_cache_type": "generation needs a KV cache",
         "auto_parallel": "--tp_size and --pp_size say how many ranks serve the model",
         "dry_run": "nothing is built without being written",
-        "model_config": MODEL_IS_DESCRIBED,
+        "model_config": "the config.json of --model_dir describes the model",
         "build_config": "give its limits as flags",
         "model_cls_file": MODEL_CLASSES,
         "model_cls_name": MODEL_CLASSES,

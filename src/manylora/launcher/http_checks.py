@@ -19,6 +19,7 @@ from manylora.launcher.server_command import MANAGEMENT_HEADER
 MAX_HEADERS = 128
 SHORT_HEAD = 1024  # bytes
 MAX_JSON = 2**24  # bytes of JSON in a body; parsed, it takes about twenty times as many
+TOO_LONG = 413, f"a body, or its part that is JSON, may have at most {MAX_JSON} bytes"
 MAX_BODY = 5 * 2**28  # bytes, JSON and tensors: 1.25 GiB
 MAX_INFER_JSON = 2**22  # bytes; it is also parsed here, while other requests wait
 SLICE = 2**18
@@ -204,16 +205,12 @@ def _read_head(text: bytes) -> Head:
         expects=bool(expect),
     )
     if (head.checked_length or 0) > MAX_JSON:
-        raise too_long()
+        raise RefusedError(*TOO_LONG)
     return head
 
 
 # A client sends the same head again and again.
 _read_short_head = lru_cache(256)(_read_head)
-
-
-def too_long() -> RefusedError:
-    return RefusedError(413, f"a body, or its part that is JSON, may have at most {MAX_JSON} bytes")
 
 
 def forwarded_head(head: Head, length: int, secret: bytes, is_open: bool) -> bytes:
@@ -279,7 +276,7 @@ class ChunkedBody:
         if not self.ended:
             self.body += data
             if len(self.body) > MAX_JSON:
-                raise too_long()
+                raise RefusedError(*TOO_LONG)
 
     def on_message_complete(self) -> None:
         self.ended = True

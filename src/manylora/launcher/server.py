@@ -138,9 +138,7 @@ class TritonServer:
     """A service of the supervisor, started any number of times on the same ports."""
 
     def __init__(self, installation: Installation, options: ServerOptions, run_dir: Path) -> None:
-        self._installation = installation
-        self._options = options
-        self._run_dir = run_dir
+        self._installation, self._options, self._run_dir = installation, options, run_dir
         self._log = ServerLog(run_dir / "server.log")
         self._started: list[subprocess.Popen] = []
 
@@ -204,17 +202,15 @@ class TritonServer:
         def going() -> bool:
             return not stopping() and self._broken() is None and time.monotonic() < deadline
 
-        # One token through the ensemble, if there is one.
-        canary = json.dumps({"text_input": "a", "max_tokens": 1})
-        has_ensemble = (self._options.model_repo / "ensemble").is_dir()
+        probes: list[tuple[str, str | None]] = [("/v2/health/ready", None)]
+        if (self._options.model_repo / "ensemble").is_dir():
+            canary = json.dumps({"text_input": "a", "max_tokens": 1})
+            probes.append(("/v2/models/ensemble/generate", canary))
         proxy_answered = False
         while going():
             # Polled within the loop, because a server whose models died may never respond.
             proxy_answered = proxy_answered or self._proxy_probe.answered()
-            ready = proxy_answered and self._answers("/v2/health/ready", going)
-            if ready and has_ensemble:
-                ready = self._answers("/v2/models/ensemble/generate", going, canary)
-            if ready:
+            if proxy_answered and all(self._answers(path, going, body) for path, body in probes):
                 with contextlib.suppress(OSError):
                     for region in shared_memory(self._options.http_port):
                         region.chmod(0o600)  # Triton makes them world-readable, whatever the umask
@@ -332,9 +328,10 @@ class TritonServer:
             return f"the engine has not moved for {now - self._last_progress:.0f} s with {held} requests open"
         return None
 
-    def _drain(self, hurry: Callable[[], bool]) -> None:
-        """Make the server refuse new requests, and wait until all models are idle, at most for the drain
-        timeout. Idle must last for two reports: a last response may be on its way from one model to the next.
+    def stop(self, hurry: Callable[[], bool]) -> None:
+        """Drain it, at most for the drain timeout; shut it down in order, then by force.
+
+        Idle must last for two reports: a last response may be on its way from one model to the next.
         """
         try:
             (self._run_dir / DRAIN_FILE).touch()
@@ -348,10 +345,6 @@ class TritonServer:
             reports = read_reports(self._run_dir, self._models).values()
             if not reports or any(report.held or not report.draining for report in reports):
                 idle_since = now
-
-    def stop(self, hurry: Callable[[], bool]) -> None:
-        """Drain it, shut it down in order, then by force."""
-        self._drain(hurry)
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

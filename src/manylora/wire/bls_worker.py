@@ -33,8 +33,6 @@ OF_PYTHON = (
     "_PyThreadState_UncheckedGet", "PyGILState_GetThisThreadState", "PyEval_SaveThread",
     "PyEval_RestoreThread",
 )  # fmt: skip
-
-
 THREADS = 64
 PERIOD_S = 0.1  # between checks for disconnected clients
 STATUSES = ((UnavailableError, "UNAVAILABLE"), (RequestCancelledError, "CANCELLED"))

@@ -146,10 +146,8 @@ def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) ->
         pooling=Pooling(mode or "last", head) if mode or head else None,
     )
     exclude = item.scalar("exclude_input_in_output")
-    statistics = item.scalar("return_perf_metrics", False) or item.scalar(
-        "return_kv_cache_reuse_stats", False
-    )
-    return Decoded(request, None if exclude is None else bool(exclude), bool(statistics))
+    asked = [item.scalar(f"return_{name}", False) for name in ("perf_metrics", "kv_cache_reuse_stats")]
+    return Decoded(request, None if exclude is None else bool(exclude), any(asked))
 
 
 def _prompt(item: _Item, name: str) -> tuple[int, ...] | None:

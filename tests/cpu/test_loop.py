@@ -119,7 +119,6 @@ def loop(engine: FakeEngine):
     made = EngineLoop(engine)  # type: ignore[arg-type]
     yield made
     made.close(drain=False)
-    assert not made._thread.is_alive()
 
 
 def request(n: int = 3, prompt: tuple[int, ...] = (1,), lora: LoraInput | None = None) -> Request:
@@ -248,7 +247,6 @@ def test_a_stuck_engine_can_be_given_up_and_says_nothing_afterwards() -> None:
         loop.submit(request(), Sink())
     engine.go.set()  # it wakes up after all: a Sink asserts that nothing follows its last event
     loop.close(drain=False)
-    assert not loop._thread.is_alive()
     assert loop.num_open == 0
 
 

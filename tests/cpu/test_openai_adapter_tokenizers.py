@@ -104,14 +104,6 @@ def test_streams_and_guides_work(server: Running) -> None:
     assert answer.json()["choices"][0]["message"]["content"] in ("yes", "no")
 
 
-def test_only_as_many_stay_in_memory_as_there_is_room_for(server: Running) -> None:
-    for _ in range(2):
-        for model in ("sql", "act"):
-            assert forced(server, model)["text"] == 3 * f"<|{model}|>"
-    texts = server.app.state.routes.context.backend.catalog._texts
-    assert len(texts.tokenizers) == 1
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

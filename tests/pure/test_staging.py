@@ -51,17 +51,6 @@ def test_a_smaller_one_fits_and_a_larger_one_gets_its_own() -> None:
     assert more.size == 4 * LARGE
 
 
-def test_what_was_dropped_is_not_kept() -> None:
-    del_me = staging.take(LARGE)
-    del del_me
-    assert len(staging._spare) == 1
-    staging.drop()
-    assert not staging._spare
-    small = staging.take(16)
-    del small
-    assert not staging._spare, "small arrays are NumPy's own"
-
-
 def test_threads_never_share() -> None:
     wrong = []
 

@@ -184,17 +184,6 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
         known.limits.check(LONGEST_TEXT + 1, None)
 
 
-def test_a_beginning_tells_that_a_text_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, seen = opened(byte_level(), tmp_path), []
-    real = Tokenizer._encode
-    monkeypatch.setattr(Tokenizer, "_encode", lambda *given: seen.append(len(given[1])) or real(*given))
-    context = 2**14  # room for 131072 characters, if they all were "a"
-    with pytest.raises(RequestError, match="first 65536 of the text's 131072 characters have 65536 tokens"):
-        tokenizer.encode("ab" * 2**16, context=context)
-    assert seen == [2**16]
-    assert len(tokenizer.encode("a" * 2**17, context=context)) == context  # as long as can be
-
-
 def test_a_short_text_is_tokenised_whatever_comes_of_it(tmp_path: Path) -> None:
     assert len(opened(byte_level(), tmp_path).encode("ab" * 512, context=16)) == 1024
 

@@ -25,8 +25,7 @@ from manylora.fleet.merged_exports import fleet_status, merge_metrics
 from manylora.fleet.options import FleetOptions
 from manylora.fleet.routing import requested_adapter
 from manylora.lora.catalog.names import Aliases
-from manylora.lora.catalog.record import AdapterRecord
-from manylora.lora.catalog.uploads import Uploads
+from manylora.lora.catalog.uploads import AdapterRecord, Uploads
 from manylora.openai.adapter_routes import ADAPTER_ROUTES
 from manylora.openai.api.errors import ApiError
 from manylora.openai.api.parsing import read_object

@@ -187,9 +187,7 @@ class LoraExtra:
     """A part of an adapter without a row in the tensor form: a bias, a norm, a part of embedding or head."""
 
     name: str  # one of those listed in `manylora.lora.extras`
-    values: (
-        np.ndarray
-    )  # [n] or [rows, columns], in the types of `LoraInput.weights`, with the scaling folded in
+    values: np.ndarray  # [n] or [rows, columns], as `LoraInput.weights`, with the scaling folded in
     token_ids: tuple[int, ...] = ()  # for a matrix with rows for these tokens only; ascending
 
     @classmethod
@@ -380,14 +378,10 @@ class Event:
     context_logits: np.ndarray | None = None  # [prompt, vocab] float32, on the first event, if requested
     # [output, vocab] float32, on the last event of the sequence, if requested; of `token_ids` when streaming.
     generation_logits: np.ndarray | None = None
-    pooled: np.ndarray | None = (
-        None  # float32, of a request with a pooling: [n], or [prompt, n] for all tokens
-    )
+    pooled: np.ndarray | None = None  # float32, if asked for: [n], or [prompt, n] for all tokens
     # On the last event of each sequence; when streaming on every event, until the last as in the first.
     metrics: RequestMetrics | None = None
-    versions: tuple[
-        AdapterVersion, ...
-    ] = ()  # of the adapter, for all tokens so far; empty for the base model
+    versions: tuple[AdapterVersion, ...] = ()  # of the adapter, for all tokens so far
 
 
 Sink = Callable[[Event], None]
@@ -426,9 +420,7 @@ class Pooling:
     """Compute hidden states after the final norm of the prompt, instead of new tokens."""
 
     mode: str = "last"  # last, cls (the first), mean, or all tokens
-    head: bool = (
-        False  # apply a classification head, the adapter's own or else the model's, except after `all`
-    )
+    head: bool = False  # apply a classification head, the adapter's or the model's, except after `all`
     first: int = 0  # tokens of the first of two texts, for models with token types; 0: a single text
 
     def __post_init__(self) -> None:

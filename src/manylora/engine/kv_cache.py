@@ -231,16 +231,12 @@ class KvCache:
         self.tokens_per_block = tokens_per_block
         self._reuse = reuse
         self.states = states
-        self._pages = PageAllocator(num_blocks)
+        self.num_blocks, self._pages = num_blocks, PageAllocator(num_blocks)
         self._node_of: dict[Key, int] = {}
         self._block_of: dict[int, int] = {}  # node -> block
         self._key_of: dict[int, Key] = {}  # block -> key
         self._idle = IdleBlocks()  # registered blocks that no sequence uses
         self._next_node = 0
-
-    @property
-    def num_blocks(self) -> int:
-        return self._pages.num_pages
 
     @property
     def num_available(self) -> int:

@@ -254,9 +254,7 @@ class Prepared:
     """A request that was validated."""
 
     request: Request
-    adapters: tuple[
-        Adapter | FileAdapter | None, ...
-    ]  # of each, what the request brought or was read from disk
+    adapters: tuple[Adapter | FileAdapter | None, ...]  # those that it brought, or that were read from disk
     matcher: LLMatcher | None = None  # at the start of the output, for guided decoding
 
 
@@ -312,11 +310,9 @@ class SequenceMaker:
         return sequence
 
     def _compile(self, request: Request) -> LLMatcher | None:
-        guide = request.params.guide
-        if guide is None:
-            return None
-        if self._parts.guides is None:
+        guide, guides = request.params.guide, self._parts.guides
+        if guide is not None and guides is None:
             raise RequestError(
                 "guided decoding is not enabled on this server: set guided_decoding_backend and tokenizer_dir"
             )
-        return self._parts.guides.compile(guide)
+        return None if guide is None or guides is None else guides.compile(guide)

@@ -52,9 +52,7 @@ class Step:
     """One forward pass."""
 
     chunks: tuple[Chunk, ...]
-    run: DecodeRun | None = (
-        None  # if each chunk decodes one token, and later steps will have the same sequences
-    )
+    run: DecodeRun | None = None  # if each chunk decodes one token, and later steps probably repeat this
 
     @property
     def num_context_tokens(self) -> int:

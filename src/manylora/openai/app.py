@@ -117,12 +117,11 @@ ROUTES = [
     ("POST", "/tokenize", "tokenize"),
     ("POST", "/detokenize", "detokenize"),
     ("GET", "/health", "live"),
-    ("GET", "/health/live", "live"),
-    ("GET", "/health/ready", "ready"),
-    ("GET", "/health/model", "probe"),
-    ("GET", "/v1/health/live", "live"),
-    ("GET", "/v1/health/ready", "ready"),
-    ("GET", "/v1/health/model", "probe"),
+    *(
+        ("GET", f"{prefix}/health/{path}", name)
+        for prefix in ("", "/v1")
+        for path, name in (("live", "live"), ("ready", "ready"), ("model", "probe"))
+    ),
     ("GET", "/metrics", "show_metrics"),
     ("GET", "/ping", "ready"),
     ("GET", "/tokenizer_info", "tokenizer_info"),
@@ -142,15 +141,10 @@ ROUTES = [
     ("GET", "/api/ps", "ollama_running"),
     ("GET", "/api/version", "ollama_version"),
     ("POST", "/v1/embeddings", "pooled.embeddings"),
-    ("POST", "/v1/classify", "pooled.classify"),
-    ("POST", "/classify", "pooled.classify"),
-    ("POST", "/v1/score", "pooled.score"),
-    ("POST", "/score", "pooled.score"),
-    ("POST", "/v1/rerank", "pooled.rerank"),
-    ("POST", "/v2/rerank", "pooled.rerank"),
-    ("POST", "/rerank", "pooled.rerank"),
-    ("POST", "/v1/pooling", "pooled.pooling"),
-    ("POST", "/pooling", "pooled.pooling"),
+    *(("POST", f"{prefix}/classify", "pooled.classify") for prefix in ("/v1", "")),
+    *(("POST", f"{prefix}/score", "pooled.score") for prefix in ("/v1", "")),
+    *(("POST", f"{prefix}/rerank", "pooled.rerank") for prefix in ("/v1", "/v2", "")),
+    *(("POST", f"{prefix}/pooling", "pooled.pooling") for prefix in ("/v1", "")),
     *BATCH_ROUTES,
 ]
 """HTTP method, path, attribute of _Routes: a function of the request, or of request, body and API key if it

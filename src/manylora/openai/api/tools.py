@@ -61,10 +61,8 @@ class ToolUse:
             return json_guide(_any_call(self.tools))
         if any(tool.function.strict for tool in self.tools):
             call = json.dumps(COMPACT | closed(_any_call(self.tools)))
-            return Guide(
-                "lark_grammar",
-                f"start: text | call\ntext: /\\s*([^\\s{{\\[<](.|\\n)*)?/\ncall: %json {call}\n",
-            )
+            text = r"/\s*([^\s{\[<](.|\n)*)?/"
+            return Guide("lark_grammar", f"start: text | call\ntext: {text}\ncall: %json {call}\n")
         return None
 
 
@@ -217,12 +215,7 @@ def _any_call(tools: Sequence[Tool]) -> dict[str, Any]:
                 reason = f"tools: {key} of two tools differ under one name"
                 raise invalid_value(reason, "tools")
             known.update(given)
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, "arguments": arguments},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
+        fields = {"name": {"const": tool.function.name}, "arguments": arguments}
+        shape = {"type": "object", "properties": fields, "required": ["name", "arguments"]}
+        calls.append({**shape, "additionalProperties": False})
     return {"anyOf": calls, **{key: value for key, value in definitions.items() if value}}

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -166,8 +166,7 @@ class EngineClient(Protocol):
     """An engine, in this process or on Triton. Errors of a request go to its sink, from any thread."""
 
     def on_events(self, wake: Wake) -> None:
-        """Set a callback that is called from any thread after the sinks, once for all events of a step."""
-        ...
+        """wake: called from any thread after the sinks, once for all events of a step."""
 
     @property
     def alive(self) -> bool: ...
@@ -190,11 +189,9 @@ class EngineClient(Protocol):
 
     def publish(self, lora: LoraInput) -> object:
         """Make this content, which is included, the version that its name means. Does not wait."""
-        ...
 
     def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
         """Call `take` with the map, from any thread, or with None if the engine has none."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -322,11 +319,10 @@ class Backend:
             return None
         if found is None:
             return None
-        names: dict[str, tuple[str, ...]] = {}
+        names: dict[str, list[str]] = defaultdict(list)
         for entry in self.catalog.entries():
             if entry.version is not None:
-                task_id = str(entry.version.task_id)
-                names[task_id] = (*names.get(task_id, ()), entry.name)
+                names[str(entry.version.task_id)].append(entry.name)
 
         def named(task_ids: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for task_id in task_ids for name in names.get(task_id, ()))

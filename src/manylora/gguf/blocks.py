@@ -48,7 +48,6 @@ def sample(kind: str) -> QuantisedWeight | None:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at a byte of each block, in float32 [N, B]."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1).float()
 
 
@@ -96,7 +95,6 @@ def _q5_k(blocks: Tensor, columns: int) -> QuantisedWeight:
 
 
 def _q6_k(blocks: Tensor, columns: int) -> QuantisedWeight:
-    """One scale per 16 inputs."""
     low = blocks[..., :128].unflatten(-1, (2, 64))
     values = _low_high(low).flatten(-2) | (_pairs(blocks[..., 128:192]) << 4)
     fine = blocks[..., 192:208].contiguous().view(torch.int8).float()
@@ -110,7 +108,6 @@ def _pairs(packed: Tensor) -> Tensor:
 
 
 def _q2_k(blocks: Tensor, columns: int) -> QuantisedWeight:
-    """A scale and an offset per 16 inputs."""
     scales = _half(blocks, 80).unsqueeze(-1) * (blocks[..., :16] & 15).float()
     offsets = -(_half(blocks, 82).unsqueeze(-1) * (blocks[..., :16] >> 4).float())
     return _four(_pairs(blocks[..., 16:80]), scales.flatten(1), offsets.flatten(1), columns)

@@ -231,7 +231,6 @@ OF_YARN = {
 
 
 def config_json(header: Header, factors: Callable[[str], list[float]]) -> dict[str, Any]:
-    """factors: reads a small tensor. Raises ConfigError."""
     own = architecture_of(header)
     one = Metadata(header, header.metadata["general.architecture"])
     layers = one.layers
@@ -296,7 +295,6 @@ def _scaling(one: Metadata, factors: Callable[[str], list[float]]) -> dict[str, 
 
 
 def generation_json(header: Header) -> dict[str, Any]:
-    """All tokens that end an answer."""
     found = [header.metadata.get(f"tokenizer.ggml.{name}") for name in END_IDS]
     return {"eos_token_id": sorted({one for one in found if isinstance(one, int)})}
 

@@ -66,7 +66,6 @@ class TensorInfo:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one run of the last dimension."""
         values, size = block_sizes()[self.kind]
         return self.shape[-1] // values * size
 
@@ -285,7 +284,6 @@ class Metadata:
         return found
 
     def per_layer(self, name: str) -> list[Any]:
-        """A list with one entry per layer. Raises ConfigError."""
         found = self.get(name)
         found = found if isinstance(found, list) else [found] * self.layers
         if len(found) < self.layers:
@@ -299,11 +297,9 @@ class Metadata:
         return tensor in self.header.tensors
 
     def in_any(self, name: str) -> bool:
-        """Whether a layer has this tensor."""
         return any(self.has(f"blk.{layer}.{name}") for layer in range(self.layers))
 
     def rows(self, name: str) -> int:
-        """The number of rows of this tensor, 0 without it."""
         info = self.header.tensors.get(name)
         return 0 if info is None else info.shape[0]
 

@@ -45,7 +45,6 @@ def routed(one: Metadata, normalised: bool = True) -> dict[str, Any]:
 
 
 def layer_kinds(one: Metadata, tensor: str, kind: str, other: str = "full_attention") -> list[str]:
-    """`kind` for layers that have this tensor."""
     return [kind if one.has(f"blk.{layer}.{tensor}") else other for layer in range(one.layers)]
 
 
@@ -214,7 +213,6 @@ def ernie_moe(one: Metadata) -> dict[str, Any]:
 
 
 def qwen2_moe(one: Metadata) -> dict[str, Any]:
-    """llama.cpp does not normalise the experts' weights, and the file does not say whether to."""
     return {
         **experts(one),
         "shared_expert_intermediate_size": one.number("expert_shared_feed_forward_length"),
@@ -341,7 +339,6 @@ def stablelm(one: Metadata) -> dict[str, Any]:
 
 
 def shared_kv(one: Metadata) -> dict[str, Any]:
-    """What Gemma 3n and 4 have in common."""
     table = one.header.tensors.get("per_layer_token_embd.weight")
     return {
         **pattern(one),
@@ -428,7 +425,6 @@ def modern_bert(one: Metadata) -> dict[str, Any]:
 
 
 def labels(one: Metadata, architecture: str) -> dict[str, Any]:
-    """Of a classification head."""
     count = one.rows("cls.output.weight")
     if not count:
         return {}

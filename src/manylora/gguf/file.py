@@ -76,7 +76,6 @@ class GgufFile:
         return [*self._tensors, *self._parts]
 
     def types(self) -> Iterator[str]:
-        """Types of the plain tensors, by safetensors' names."""
         return (tensor.get_dtype() for tensor in self._tensors.values())
 
     def get_slice(self, name: str) -> PlainTensor:
@@ -179,7 +178,6 @@ class GgufTensor(PlainTensor):
         return self._info.kind
 
     def quantised(self) -> QuantisedWeight:
-        """The whole weight."""
         return read_blocks(*self.blocks(), self._info.shape[-1])
 
     def blocks(self) -> tuple[str, Tensor]:
@@ -189,7 +187,6 @@ class GgufTensor(PlainTensor):
         return info.kind, data if rows is None else data[rows]
 
     def _read(self, start: int, count: int) -> Tensor:
-        """Rows of a plain or widened tensor."""
         info, order = self._info, self._source.rows
         size = info.row_bytes if len(info.shape) > 1 else info.row_bytes // info.shape[0]
         wanted = None if order is None else order[start : start + count]

@@ -79,7 +79,6 @@ def _make(base: Path, folder: Path, texts: dict[str, str], links: dict[str, Path
 
 
 def _texts(header: Header) -> dict[str, str]:
-    """Raises ConfigError."""
     found: dict[str, Any] = {
         "config.json": config_json(header, lambda name: _factors(header, name)),
         "generation_config.json": generation_json(header),

@@ -44,7 +44,6 @@ def experts(block: str = "", gate: str = "gate_proj", up: str = "up_proj", down:
 
 
 def shared(block: str) -> Names:
-    """The expert that every token uses."""
     return {
         "ffn_gate_shexp": f"{block}.gate_proj", "ffn_up_shexp": f"{block}.up_proj",
         "ffn_down_shexp": f"{block}.down_proj",

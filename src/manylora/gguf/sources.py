@@ -237,7 +237,6 @@ class _Reader:
 
 
 def _names(name: str, table: Names, prefix: str = "") -> tuple[str, ...]:
-    """A tensor's names in the checkpoint. Empty if it is not in the table."""
     stem, _, end = name.rpartition(".")
     found = table.get(name) or table.get(stem, ())
     suffix = "" if name in table else f".{end}"
@@ -245,5 +244,4 @@ def _names(name: str, table: Names, prefix: str = "") -> tuple[str, ...]:
 
 
 def in_runs(weight: Tensor, order: Tensor) -> Tensor:
-    """Runs of equally many columns in another order."""
     return weight.view(len(weight), len(order), -1)[:, order].flatten(1)

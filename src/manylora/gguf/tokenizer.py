@@ -128,7 +128,6 @@ SPACES_MARKED = ("sarvam-moe", "granite-embed-multi-311m")
 
 
 def pre_tokenizer(pre: str) -> dict[str, Any]:
-    """pre: a key of PATTERNS."""
     steps: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in PATTERNS[pre]

@@ -137,12 +137,10 @@ def make_streams(config: AltUpConfig, linear: Callable[[int, str, int], LoraLine
 
 
 def _magnitude(x: Tensor) -> Tensor:
-    """Magnitude of each row, [T, 1] float32."""
     return x.float().square().mean(-1, keepdim=True).sqrt()
 
 
 def _scaled(x: Tensor, size: Tensor) -> Tensor:
-    """x [T, hidden] with its rows scaled to this magnitude."""
     wide = x.float()
     own = wide.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()
     return (wide * size / own).to(x.dtype)

@@ -248,7 +248,6 @@ class _Writer:
 
 
 def _config(plan: BuildPlan, model: ModelConfig) -> dict[str, Any]:
-    """The model's config.json with the keys of a TensorRT-LLM engine added."""
     raw = json.loads((plan.model_dir / "config.json").read_text(encoding="utf-8"))
     dtype = model.dtype if plan.dtype == "auto" else plan.dtype
     raw.pop("torch_dtype", None)

@@ -20,7 +20,7 @@ from manylora.kernels.decode_step import DecoderParts, LayerParts, LinearParts
 from manylora.kernels.panels import Panels
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraTarget, Weight
+from manylora.kernels.spec import AttentionBatch, LoraBatch, Weight
 from manylora.lora.modules import LoraModuleId
 from manylora.model.altup import AltUpBlock, make_streams
 from manylora.model.attend import RelativeBias
@@ -151,10 +151,9 @@ class Decoder(DecoderLayers):
         self._final_norm = norm
         self._project_in = self._project_out = None
         if size := config.projected_size:
-            inner = LoraTarget(LoraModuleId.PROJECT_IN, 0, config.hidden_size)
-            self._project_in = self._linear(0, "project_in", inner)
+            self._project_in = self._one(0, "project_in", LoraModuleId.PROJECT_IN)
         if size and not config.bidirectional:
-            self._project_out = self._linear(0, "project_out", LoraTarget(LoraModuleId.PROJECT_OUT, 0, size))
+            self._project_out = self._one(0, "project_out", LoraModuleId.PROJECT_OUT, size)
         self._embedding_norm = self._norm("embedding_norm", "embedding_norm")
         self._relative_bias: RelativeBias | None = None
         if config.relative_buckets:
@@ -226,10 +225,12 @@ class Decoder(DecoderLayers):
             rate, length = self.config.unrotated_growth
             grown = 1 + rate * torch.log1p(torch.floor((batch.positions + 1) / length))
             unrotated_growth = grown.to(self.dtype).view(-1, 1, 1)
-        rotations = [
-            Rotation(None, unrotated_growth, self._bias(batch)),
-            *(Rotation(one, growth) for one in rotary),
-        ]
+        bias = None
+        if self._relative_bias is not None:  # for the longest prompt
+            longest = max(stop - start for start, stop in pairwise(batch.attention.query_starts))
+            places = torch.arange(longest, device=self._device)
+            bias = self._relative_bias(places - places.unsqueeze(1)).to(self.dtype)
+        rotations = [Rotation(None, unrotated_growth, bias), *(Rotation(one, growth) for one in rotary)]
         own = None if self._layer_inputs is None else self._vectors(self._layer_inputs, x, batch)
         return self._layers(x, rotations, batch, kv, states, own)
 
@@ -321,14 +322,6 @@ class Decoder(DecoderLayers):
             return self._final_norm.add(x[rows], delta[rows])[1]
         return self._final_norm.add(x, delta, lora)[1][rows]
 
-    def _bias(self, batch: ForwardBatch) -> Tensor | None:
-        """Of relative positions, [heads, longest, longest] for the longest prompt. None: there is none."""
-        if self._relative_bias is None:
-            return None
-        longest = max(stop - start for start, stop in pairwise(batch.attention.query_starts))
-        places = torch.arange(longest, device=self._device)
-        return self._relative_bias(places - places.unsqueeze(1)).to(self.dtype)
-
     def _growth(self, batch: ForwardBatch) -> Tensor | None:
         """Factors on queries, [T, 1, 1]. On a CPU None if no position is large enough to matter."""
         config = self.config
@@ -393,7 +386,6 @@ class Decoder(DecoderLayers):
         return project(x, batch.lora) if project is not None and is_encoder else x
 
     def _rotated(self, rotary: int) -> ModelConfig:
-        """The config of a layer that uses this rotation."""
         blocks = enumerate(self._blocks)
         layers = (
             n for n, block in blocks if block.attention is not None and block.attention.rotary == rotary

@@ -180,7 +180,6 @@ class EncoderDecoder(Transformer):
         return x if norm is None else norm(x, batch.lora)
 
     def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x: the output of the decoder's last layer."""
         norm, rows, lora = self._decoder.norm, batch.logits_rows, batch.lora
         x = (x if norm is None else norm(x, lora))[rows]
         if self.config.logits_scale != 1:  # before the head: an adapter's bias on the head is not scaled
@@ -219,7 +218,6 @@ class EncoderDecoder(Transformer):
         return layer.feed_forward(x, batch.lora)
 
     def _enter(self, batch: ForwardBatch, stack: Stack) -> Tensor:
-        """The input of a stack's first layer."""
         x = self._embed_tokens(batch, stack.embedding, f"{stack.name}.embed")
         if stack.positions is not None:
             x = x + F.embedding(batch.positions, stack.positions)

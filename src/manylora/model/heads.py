@@ -80,7 +80,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _values(name: str, extra: Extra) -> Tensor:
-    """A matrix, or a bias, which has one column in its pages."""
     whole = extra.pieces[0] if len(extra.pieces) == 1 else torch.cat(extra.pieces)
     return whole.reshape(-1) if name.endswith(".bias") else whole
 

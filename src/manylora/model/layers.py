@@ -299,7 +299,6 @@ def _apply(norm: Norm | None, x: Tensor, lora: LoraBatch | None) -> Tensor:
 
 
 def _add(norm: Norm | None, x: Tensor, delta: Tensor | None, lora: LoraBatch | None) -> tuple[Tensor, Tensor]:
-    """The sum x + delta, and its norm."""
     if delta is None:
         return x, _apply(norm, x, lora)
     if norm is not None:

@@ -105,7 +105,6 @@ def _around_encoder(config: ModelConfig, names: TensorNames, root: str, stored: 
 
 
 def _plain(name: str, source: str, rows: int, columns: int, biased: bool = True) -> Plan:
-    """A weight that is not packed."""
     plan = {f"{name}.weight": WeightSpec((whole(f"{source}.weight", rows),), columns)}
     return plan | ({f"{name}.bias": WeightSpec((whole(f"{source}.bias", rows),))} if biased else {})
 

@@ -356,7 +356,6 @@ def _stacked(names: TensorNames, source: str, stored: Collection[str]) -> tuple[
 
 
 def _shared(moe: MoeConfig, hidden: int, names: TensorNames, source: str, block: str) -> Plan:
-    """The expert that every token uses, and its gate if it has one."""
     size = moe.shared_intermediate_size
     if names.shared:
         fused, down = (f"{source}{name}.weight" for name in names.shared)

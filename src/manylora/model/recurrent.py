@@ -72,7 +72,6 @@ class Mamba2:
         return self.out(self._mixed(rows, cache), lora)
 
     def _mixed(self, rows: Tensor, cache: LayerState) -> Tensor:
-        """[T, values + channels + heads] -> [T, values]."""
         return self.ops.mamba2(rows, self.weights, cache.state, cache.batch)
 
 

@@ -422,7 +422,6 @@ class _WeightReader:
 
 @contextmanager
 def _naming(source: str) -> Iterator[None]:
-    """Prefix errors with the layer's name."""
     try:
         yield
     except ConfigError as error:

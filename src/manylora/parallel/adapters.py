@@ -165,7 +165,6 @@ class AdapterSlicer:
         return with_extras(layout, self._extras(adapter, mapping), geometry)
 
     def _extras(self, adapter: Adapter | FileAdapter, mapping: Mapping) -> tuple[LoraExtra, ...]:
-        """A rank's parts of the extras, by name."""
         found = (self._extra(extra, mapping) for extra in adapter.extras)
         return tuple(sorted((one for one in found if one is not None), key=lambda extra: extra.name))
 

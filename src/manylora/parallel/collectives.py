@@ -73,7 +73,6 @@ class Collectives:
         return x
 
     def least(self, number: int) -> int:
-        """The smallest number among all ranks."""
         given = torch.tensor([number], device=self._device)
         dist.all_reduce(given, dist.ReduceOp.MIN)
         return int(given)

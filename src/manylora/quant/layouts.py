@@ -178,7 +178,6 @@ def _eight_bits(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
 
 
 def _state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The JSON stored beside a weight."""
     name = next(name for name in tensors if name.startswith(STATE))
     stored = tensors[name]
     if stored.dtype != torch.uint8 or stored.numel() > STATE_BYTES:
@@ -258,7 +257,6 @@ def _grouped(values: Tensor, scales: Tensor, zeros: Tensor | None, of_input: Ten
 def _with_table(
     values: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, table: Tensor
 ) -> QuantisedWeight:
-    """table: the group of each run of consecutive inputs."""
     if zeros is not None:
         zeros = zeros[:, table].contiguous() if bool(zeros.any()) else None
     return QuantisedWeight(values.contiguous(), scales[:, table].contiguous(), None, zeros, order)
@@ -272,7 +270,6 @@ def _even(columns: int, groups: int) -> Tensor:
 
 
 def _signed(values: Tensor, bits: int) -> Tensor:
-    """Unsigned values minus the one that represents zero."""
     return (values.to(torch.int16) - MIDDLE[bits]).to(torch.int8)
 
 

@@ -141,7 +141,6 @@ def check_each(raw: Mapping[str, Any], values: Sequence[Any], name: str = "layer
 
 
 def read_activation(name: str) -> str:
-    """Our name for an activation. Raises ConfigError."""
     if name not in ACTIVATIONS:
         raise ConfigError(
             f"config.json: activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
@@ -150,7 +149,6 @@ def read_activation(name: str) -> str:
 
 
 def read_biases(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether attention has biases, for its inputs and its output."""
     return dict.fromkeys(("attention_bias", "attention_out_bias"), bool(raw["attention_bias"]))
 
 
@@ -159,7 +157,6 @@ def all_biased(biased: bool) -> dict[str, Any]:
 
 
 def refuse(raw: Mapping[str, Any], *names: str) -> None:
-    """Raises ConfigError if one of these settings is on, because they are not implemented."""
     for name in names:
         if raw.get(name):
             raise ConfigError(f"config.json: {name} {raw[name]!r} is not supported")

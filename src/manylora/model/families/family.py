@@ -61,9 +61,7 @@ class TensorNames:
     expert_up_gate: tuple[str, str] = ("up_proj", "gate_proj")  # below each expert
     expert_down: str = "down_proj"
     routers: tuple[str, ...] = ("gate",)  # possible names
-    shared: tuple[
-        str, ...
-    ] = ()  # a shared expert without a gate, below the layer: fused [gate; up], and down
+    shared: tuple[str, ...] = ()  # an ungated shared expert, below the layer: fused [gate; up], and down
     # From our names (attention_norm, attention_post_norm, mlp_norm, mlp_post_norm, cross_norm) to the
     # checkpoint's. Norms that the family does not have are missing.
     block_norms: Mapping[str, str] = field(default_factory=lambda: BLOCK_NORMS)

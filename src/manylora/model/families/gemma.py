@@ -150,7 +150,6 @@ def _gemma3n(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_shared(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What Gemma 3n and 4 have in common."""
     return {
         "norm": "rms_wide",
         "embedding_scale": float(raw["hidden_size"]) ** 0.5,

@@ -148,7 +148,6 @@ def _smollm3(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_granite(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Granite's multipliers."""
     return {
         "embedding_scale": float(raw["embedding_multiplier"]),
         "scales_vectors": True,

@@ -114,7 +114,6 @@ def qwen_experts(raw: Mapping[str, Any], shared: int = 0) -> MoeConfig | None:
 
 
 def checked_moe(moe: MoeConfig) -> MoeConfig:
-    """Returns `moe` if its `top_k` is valid. Raises ConfigError."""
     if not 1 <= moe.top_k <= moe.num_experts:
         raise ConfigError(
             f"config.json: num_experts_per_tok must be 1 to the number of experts ({moe.num_experts}), "

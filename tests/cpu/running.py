@@ -169,7 +169,7 @@ def check_beams(
     [events] = run(engine, asked)
     assert [list(beam.token_ids) for beam in events[-1].beams] == theirs[:, len(prompt) :].tolist()
     with patch.context() as wrong:
-        wrong.setattr(Runner, "copy_blocks", lambda self, pairs: None)
+        wrong.setattr(Runner, "copy", lambda self, blocks, states: None)
         [others] = run(engine, asked)
     assert others[-1].beams != events[-1].beams
 

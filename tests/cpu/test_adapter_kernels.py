@@ -27,7 +27,7 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import FP8, LoraBatch, LoraRow, LoraSegment, LoraTarget
 from manylora.kernels.transfer import to_device
-from manylora.lora.pool import LoadedAdapter
+from manylora.lora.pool import LoadedAdapter, Mixes
 
 IN, WIDTHS, LAYER, STEP = 48, (32, 16, 80), 2, 8
 # Three parts side by side, and a fused module over the first two of them.
@@ -88,9 +88,7 @@ def segments_of(
     segments, start = [], 1
     for length, members in zip(lengths, acting, strict=False):
         alone = len(members) == 1 and members[0][1] == 1
-        mixed = (
-            adapters[members[0][0]] if alone else LoadedAdapter.mixed([(adapters[n], s) for n, s in members])
-        )
+        mixed = adapters[members[0][0]] if alone else Mixes().find([(adapters[n], s) for n, s in members])
         segments.append(LoraSegment(start, start + length, mixed.rows))
         start += length + 1
     return tuple(segments)

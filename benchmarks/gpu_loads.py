@@ -54,7 +54,7 @@ class _Cache:
             torch.cuda.synchronize()  # the copies run on another stream, which does not wait for this
 
     def batch(self, segments: list[LoraSegment]) -> LoraBatch:
-        return LoraBatch(self.pool.flat, tuple(segments), self.pool.alignment)
+        return LoraBatch(self.pool.flat, tuple(segments), self.pool.geometry.page_width)
 
 
 def first_tokens(world: World, clock: Clock, report: Report, prompt: int, step_seconds: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from manylora.launcher.cli import main
+from manylora.doors.triton.launcher.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

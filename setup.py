@@ -20,7 +20,12 @@ PACKAGE = SRC / "manylora"
 # Libraries other than the kernels. They are compiled only for the lowest level of each architecture.
 GUARDS = [
     Source(Path(name).name, (PACKAGE / f"{name}.c",))
-    for name in ("system/lifeline", "wire/shape_guard", "wire/lock_guard", "launcher/request_guard")
+    for name in (
+        "system/lifeline",
+        "doors/triton/shape_guard",
+        "doors/triton/lock_guard",
+        "doors/triton/launcher/request_guard",
+    )
 ]
 MADE = [
     *((native.SOURCE, level) for level in LEVELS),

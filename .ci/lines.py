@@ -34,13 +34,16 @@ def main() -> int:
 
 
 def measure(parts: dict[str, list[str]]) -> dict[str, int]:
-    """parts: packages and modules of manylora, by the name of their budget. Raises SystemExit if there are
-    others."""
+    """parts: packages and modules of manylora, as paths without .py, by the name of their budget. Raises
+    SystemExit if there are others."""
+    listed = {name for names in parts.values() for name in names}
     sizes: dict[str, int] = {}
     for path in files(PACKAGE, ".py"):
-        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        module = path.relative_to(PACKAGE).with_suffix("")
+        above = [str(folder) for folder in (module, *module.parents) if str(folder) in listed]
+        name = above[0] if above else str(module)
         sizes[name] = sizes.get(name, 0) + lines(path)
-    if odd := sizes.keys() ^ {name for names in parts.values() for name in names}:
+    if odd := sizes.keys() ^ listed:
         names = ", ".join(sorted(odd))
         raise SystemExit(f"pyproject.toml: tool.manylora.budgets must list {names}, and only what exists")
     pages = list(files(ROOT / "docs", ".md"))

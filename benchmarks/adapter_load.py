@@ -36,12 +36,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from manylora.adapters import staging
+from manylora.adapters.cache.store import AdapterStore
+from manylora.adapters.catalog.files import SETTLED_NS
+from manylora.adapters.formats.tensor_files import RawTensor, encode, write_safetensors
 from manylora.config.engine import LoraCacheConfig
 from manylora.kernels.device import open_device
-from manylora.lora import staging
-from manylora.lora.catalog.files import SETTLED_NS
-from manylora.lora.formats.tensor_files import RawTensor, encode, write_safetensors
-from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
 

@@ -56,7 +56,7 @@ def served(model: Path, root: Path, work: Path, cache_bytes: int) -> Iterator[No
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     sizes = {"host_cache_size": cache_bytes, "device_cache_percent": max(1e-4, cache_bytes / total)}
     config.write_text(json.dumps({"peft_cache_config": sizes}), encoding="utf-8")
-    command = [sys.executable, "-m", "manylora.commands.serve", model, "--port", str(PORT)]
+    command = [sys.executable, "-m", "manylora.doors.cli.serve", model, "--port", str(PORT)]
     command += ["--config", config, "--lora-root", root, "--lora-refresh-seconds", "3600"]
     command += ["--lora-keep-bytes", "1", "--lora-disk-bytes", "0", "--device", "cpu"]
     server = subprocess.Popen([*command, "--served-model-name", "model", "--log-level", "warning"])

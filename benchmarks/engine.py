@@ -54,12 +54,12 @@ from loads import ALL, AT_ONCE, MODELS, OUTPUT, QKV, Case, numbers_to, prompts, 
 from machine import QUIET, Others, see_machine
 from peers.tables import case_words, line
 
+from manylora.adapters.modules import MODULE_NAMES, LoraModule, lora_modules
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.kernels.row_format import RowFormat
-from manylora.lora.modules import MODULE_NAMES, LoraModule, lora_modules
-from manylora.quant.config import QuantConfig
 from manylora.request import Event, LoraInput, Request, SamplingConfig
 
 BASE = "base"

@@ -2,7 +2,7 @@
 """Simulates a fleet of servers: how routing, the number of adapters and the fleet's size affect latency and
 loads.
 
-The router of `manylora.fleet` and the engine's scheduler, KV cache and adapter cache run unchanged, in
+The router of `manylora.doors.fleet` and the engine's scheduler, KV cache and adapter cache run unchanged, in
 simulated time. Only the durations of steps and loads are given. Arrivals are Poisson, and the popularity of
 adapters follows Zipf's law. Popularity can shift over time, and requests can come in bursts.
 
@@ -27,7 +27,7 @@ from typing import Protocol
 import numpy as np
 from simulated_server import Arrival, Clock, Costs, Shape, SimulatedServer
 
-from manylora.fleet.routing import AffinityRouting, Replica
+from manylora.doors.fleet.routing import AffinityRouting, Replica
 
 # Steps: the 125M model in bfloat16 on two cores of an AMD EPYC Zen 3. The costs are fitted to 8.7, 17.2 and
 # 40.3 ms for 1, 4 and 16 decode rows, and to 61.7 ms for a prompt of 64 rows. Loads: the first load of an

@@ -17,13 +17,13 @@ from gpu_clock import Clock
 from gpu_report import Report
 from gpu_world import ALL, World
 
+from manylora.adapters.cache.cache import AdapterCache
+from manylora.adapters.cache.pool import AdapterPool
+from manylora.adapters.geometry import Layout, RowShape, plan_cache
+from manylora.adapters.tensors import Adapter, AdapterRow
 from manylora.config.engine import LoraCacheConfig
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import LoraBatch, LoraSegment
-from manylora.lora.cache import AdapterCache
-from manylora.lora.geometry import Layout, RowShape, plan_cache
-from manylora.lora.pool import AdapterPool
-from manylora.lora.tensors import Adapter, AdapterRow
 
 __all__ = ["first_tokens", "zipf"]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from manylora.adapters.modules import LoraModule, lora_modules
 from manylora.config.model import ModelConfig, MoeConfig
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import StepInputs
@@ -19,7 +20,6 @@ from manylora.kernels.device import Device
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
 from manylora.kernels.transfer import to_device
-from manylora.lora.modules import LoraModule, lora_modules
 from manylora.model.decoder import Decoder
 from manylora.model.plan import checkpoint_plan
 

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 
 import torch
 
+from manylora.adapters.modules import LoraModule
 from manylora.config.model import ModelConfig
 from manylora.kernels.device import open_device
-from manylora.lora.modules import LoraModule
 
 INT4_SCALES = 8 / 128  # a float32 scale and a float32 offset for each group of 128
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + INT4_SCALES}

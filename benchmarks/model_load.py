@@ -32,9 +32,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from manylora.adapters.formats.tensor_files import RawTensor, write_safetensors
+from manylora.doors.python import LLM, KvCacheConfig
 from manylora.kernels.device import open_device
-from manylora.llmapi import LLM, KvCacheConfig
-from manylora.lora.formats.tensor_files import RawTensor, write_safetensors
 from manylora.model.builder import BuildPlan, build
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder

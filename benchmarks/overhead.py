@@ -42,9 +42,9 @@ from machine import family
 from tritonclient.grpc import service_pb2
 
 from manylora.config.engine import EngineConfig
+from manylora.doors.triton.launcher.new_repository import RepositoryPlan, write_repository
 from manylora.engine.loop import EngineLoop
 from manylora.generation.tokenizer import Tokenizer
-from manylora.launcher.new_repository import RepositoryPlan, write_repository
 from manylora.request import Request, SamplingConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -193,7 +193,7 @@ async def _ask(port: int, asked: list[list[grpc.InferInput]], tokens: int) -> fl
 
 def through_openai(model: Path, streams: int, tokens: int, interval: int) -> float:
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "manylora.commands.serve", model, "--port", str(port)]
+    command = [sys.executable, "-m", "manylora.doors.cli.serve", model, "--port", str(port)]
     command += ["--max-batch-size", str(streams), "--stream-interval", str(interval)]
     server = subprocess.Popen([*command, "--device", "cpu", "--log-level", "warning"])
     try:

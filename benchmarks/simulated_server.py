@@ -1,9 +1,9 @@
 """One server in simulated time: the engine's scheduler, KV cache and adapter cache. Only computing and
 loading are replaced with measured times.
 
-`SimulatedStore` uses the real `AdapterCache` in the same way as `manylora.lora.store.AdapterStore`, which
-cannot be used here because its pages need torch. As in `EngineLoop`, one thread reads adapters and one thread
-writes them, concurrently with the steps.
+`SimulatedStore` uses the real `AdapterCache` in the same way as `manylora.adapters.cache.store.AdapterStore`,
+which cannot be used here because its pages need torch. As in `EngineLoop`, one thread reads adapters and one
+thread writes them, concurrently with the steps.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from manylora.adapters.cache.cache import AdapterCache
 from manylora.config.engine import EngineConfig
+from manylora.doors.fleet.routing import Replica
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
-from manylora.fleet.routing import Replica
-from manylora.lora.cache import AdapterCache
 from manylora.request import Request, SamplingConfig
 
 
@@ -92,7 +92,7 @@ class Clock:
 
 @dataclass(eq=False)
 class Lease:
-    """The part of `manylora.lora.leases.AdapterLease` that the scheduler uses."""
+    """The part of `manylora.adapters.cache.leases.AdapterLease` that the scheduler uses."""
 
     digest: str
     carried: bool | None = None

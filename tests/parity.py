@@ -19,20 +19,20 @@ from driver import Adapter, Driver, Tensors, agree
 from tiny_configs import ENCODER_DECODER_FAMILIES, FAMILIES, MOE_FAMILIES
 from tiny_models import make_adapter, make_model, make_nemo, make_wide, read_adapter_folder, reference_logits
 
+from manylora.adapters.convert import write_runtime_tensors
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.npy import write_llgtrt, write_npy
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.formats.sources import find_source, read_lora
+from manylora.adapters.modules import lora_modules
+from manylora.checkpoints.quant.config import SERVED, QuantConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import ManyloraError
 from manylora.kernels.device import open_device
-from manylora.lora.convert import write_runtime_tensors
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.npy import write_llgtrt, write_npy
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import load_decoder
-from manylora.quant.config import SERVED, QuantConfig
 
 PROMPT, ENCODER_PROMPT = 60, 37  # tokens
 

@@ -25,11 +25,11 @@ from tiny_configs import (
     MOE_FAMILIES,
 )
 
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_source
-from manylora.lora.modules import LoraModule
-from manylora.quant.config import QuantConfig
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.formats.sources import find_source, read_source
+from manylora.adapters.modules import LoraModule
+from manylora.checkpoints.quant.config import QuantConfig
 
 # Vision-language models, which are not in transformers' AutoModelForCausalLM.
 SEEING = (

@@ -59,7 +59,7 @@ def files_of(request: Callable[[], object]) -> list[str]:
 
 @contextmanager
 def llm() -> Iterator[Callable[[], object]]:
-    from manylora.llmapi import LLM, LoraConfig, SamplingParams
+    from manylora.doors.python import LLM, LoraConfig, SamplingParams
 
     adapters, params = DEMO / "adapters", SamplingParams(max_tokens=4)
     with LLM(

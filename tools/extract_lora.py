@@ -7,11 +7,11 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
+from manylora.adapters.convert import ALLOW_BIN, STORAGE_TYPES, base_weights, convert_source
+from manylora.adapters.formats.npy import write_llgtrt
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.modules import MODULE_NAMES
 from manylora.errors import AdapterInvalidError, ConfigError
-from manylora.lora.convert import ALLOW_BIN, STORAGE_TYPES, base_weights, convert_source
-from manylora.lora.formats.npy import write_llgtrt
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.modules import MODULE_NAMES
 
 
 def main(arguments: list[str] | None = None) -> int:

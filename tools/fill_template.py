@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))  # so that in a clone any Python works
 
-from manylora.launcher import templates
+from manylora.doors.triton.launcher import templates
 
 
 def split(string: str, delimiter: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from manylora.lora.convert import main
+from manylora.adapters.convert import main
 
 if __name__ == "__main__":
     sys.exit(main())

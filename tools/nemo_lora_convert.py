@@ -7,9 +7,9 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
+from manylora.adapters.convert import STORAGE_TYPES, write_runtime_tensors, write_transposed
+from manylora.adapters.formats.nemo import find_nemo
 from manylora.errors import AdapterInvalidError
-from manylora.lora.convert import STORAGE_TYPES, write_runtime_tensors, write_transposed
-from manylora.lora.formats.nemo import find_nemo
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,8 +7,8 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
+from manylora.adapters.convert import ALLOW_BIN, normalize_dora
 from manylora.errors import AdapterInvalidError, ConfigError
-from manylora.lora.convert import ALLOW_BIN, normalize_dora
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,9 +16,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from manylora import LLM, LoRARequest, SamplingParams
 from manylora._torch.peft.lora.moe_layout import make_per_expert_lora
+from manylora.adapters.formats.npy import write_npy
+from manylora.adapters.tensors import AdapterRow, pack_rows
 from manylora.kernels.row_format import RowFormat
-from manylora.lora.formats.npy import write_npy
-from manylora.lora.tensors import AdapterRow, pack_rows
 from manylora.lora_manager import LoraConfig
 
 EXPERTS, HIDDEN, INNER, RANK = 4, 64, 96, 8

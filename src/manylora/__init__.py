@@ -14,7 +14,7 @@ from manylora.system.threads import thread_settings
 from manylora.version import __version__
 
 if TYPE_CHECKING:
-    from manylora.llmapi import (
+    from manylora.doors.python import (
         LLM,
         GuidedDecodingParams,
         KvCacheConfig,
@@ -50,5 +50,5 @@ trtllm_paths.register()
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module("manylora.llmapi"), name)
+        return getattr(importlib.import_module("manylora.doors.python"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,7 +25,7 @@ COMMANDS = {
     "tool": "run the scripts and clients known from tensorrtllm_backend",
     "triton": "start, stop or show a Triton server with a model and its adapters",
 }
-"""Name -> description. A module of `manylora.commands` has `main(arguments) -> exit status`."""
+"""Name -> description. A module of `manylora.doors.cli` has `main(arguments) -> exit status`."""
 PAGE = "manylora serve MODEL has a page to try it, http://localhost:8000/, and any OpenAI client works"
 OTHERS = {
     "complete": PAGE,
@@ -78,7 +78,7 @@ def _run(name: str, given: list[str]) -> int:
         print(f"manylora {manylora.__version__}")
         return 0
     if name in COMMANDS:
-        return import_module(f"manylora.commands.{name.replace('-', '_')}").main(given[1:])
+        return import_module(f"manylora.doors.cli.{name.replace('-', '_')}").main(given[1:])
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean manylora {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
     if name.startswith("-"):

@@ -186,7 +186,7 @@ MAX_INVOCATION = 4096  # maximum number of its tokens
 class LoraExtra:
     """A part of an adapter without a row in the tensor form: a bias, a norm, a part of embedding or head."""
 
-    name: str  # one of those listed in `manylora.lora.extras`
+    name: str  # one of those listed in `manylora.adapters.extras`
     values: np.ndarray  # [n] or [rows, columns], as `LoraInput.weights`, with the scaling folded in
     token_ids: tuple[int, ...] = ()  # for a matrix with rows for these tokens only; ascending
 
@@ -197,14 +197,14 @@ class LoraExtra:
 
 
 class CheckedAdapter:
-    """Base of the adapters of `manylora.lora.tensors`, whose contents were validated and digested."""
+    """Base of the adapters of `manylora.adapters.tensors`, whose contents were validated and digested."""
 
     digest: str
 
 
 @dataclass(frozen=True, eq=False)
 class LoraInput:
-    """The adapter part of a request, as received. Shapes and contents are checked by `manylora.lora.tensors`.
+    """The adapter part of a request, as received. `manylora.adapters.tensors` checks shapes and contents.
 
     weights: [1, rows, W], float32, float16, 2-byte void ("V2", the bits of bfloat16) or 1-byte void ("V1", of
     float8_e4m3fn, which only comes from files). config: [1, rows, 3 or 4] int32, columns module id, layer,

@@ -8,17 +8,26 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+PYTHON = "manylora.doors.python"
+ARGUMENTS = ("KvCacheConfig", "LoraConfig", "NGramDecodingConfig", "PeftCacheConfig")
+LLMAPI = (
+    "LLM", "CompletionOutput", "GuidedDecodingParams", "KvCacheConfig", "LoRARequest", "Logprob",
+    "LoraConfig", "NGramDecodingConfig", "PeftCacheConfig", "PoolingParams", "PoolingRequestOutput",
+    "QuantAlgo", "QuantConfig", "RequestOutput", "RequestTimings", "SamplingParams",
+)  # fmt: skip
 PATHS = {
     "_torch.peft.lora.moe_layout": {
-        "make_per_expert_lora": "manylora.lora.moe_layout",
-        "reference_moe_lora_delta": "manylora.lora.moe_layout",
+        "make_per_expert_lora": "manylora.adapters.moe_layout",
+        "reference_moe_lora_delta": "manylora.adapters.moe_layout",
     },
-    "executor.request": {"LoRARequest": "manylora.llmapi"},
-    "lora_helper": {"LoraConfig": "manylora.llmapi"},
-    "lora_manager": {"LoraConfig": "manylora.llmapi"},
-    "models.modeling_utils": {"QuantConfig": "manylora.llmapi"},
-    "quantization.mode": {"QuantAlgo": "manylora.llmapi"},
-    "sampling_params": {"GuidedDecodingParams": "manylora.llmapi", "SamplingParams": "manylora.llmapi"},
+    "executor.request": {"LoRARequest": PYTHON},
+    "llmapi": dict.fromkeys(LLMAPI, PYTHON),
+    "llmapi.llm_args": dict.fromkeys(ARGUMENTS, PYTHON),
+    "lora_helper": {"LoraConfig": PYTHON},
+    "lora_manager": {"LoraConfig": PYTHON},
+    "models.modeling_utils": {"QuantConfig": PYTHON},
+    "quantization.mode": {"QuantAlgo": PYTHON},
+    "sampling_params": {"GuidedDecodingParams": PYTHON, "SamplingParams": PYTHON},
 }
 """Path below `manylora` -> name -> the module that has it."""
 

@@ -24,10 +24,10 @@ import interpreting
 import reference_copies
 from levels import PARAMS, open_library, open_products
 
-from manylora.group import leader
 from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
+from manylora.ranks import leader
 
 reference_copies.begin()
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"

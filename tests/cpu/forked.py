@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from manylora.group.channel import Channel
-from manylora.group.rendezvous import COMMAND, Link
+from manylora.ranks.channel import Channel
+from manylora.ranks.rendezvous import COMMAND, Link
 
 PRELOADED = COMMAND, "rank_worker"
 MOST = 2**16  # bytes of a request

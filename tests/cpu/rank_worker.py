@@ -15,21 +15,21 @@ import torch.distributed as dist
 from driver import Driver
 from torch import Tensor
 
+from manylora.adapters.modules import FUSED, lora_modules
+from manylora.adapters.tensors import Adapter, AdapterRow, adapter_from_rows, lora_input
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import ManyloraError
 from manylora.kernels.device import open_device
 from manylora.kernels.row_format import RowFormat
-from manylora.lora.modules import FUSED, lora_modules
-from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_rows, lora_input
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
 from manylora.model.families import FAMILIES
 from manylora.model.safetensors_file import SafetensorsFile
-from manylora.parallel.adapters import AdapterSlicer
-from manylora.parallel.collectives import Collectives
-from manylora.parallel.mapping import Mapping
-from manylora.parallel.model import RankDecoder, RankEncoderDecoder, load_rank
-from manylora.quant.config import QuantConfig
+from manylora.ranks.adapters import AdapterSlicer
+from manylora.ranks.collectives import Collectives
+from manylora.ranks.mapping import Mapping
+from manylora.ranks.model import RankDecoder, RankEncoderDecoder, load_rank
 from manylora.request import LoraExtra
 
 LIMIT = timedelta(seconds=200)

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from manylora.adapters.number_types import narrow_to_bfloat16, widen_bfloat16
 from manylora.kernels.loading import FILE_ROW
-from manylora.lora.number_types import narrow_to_bfloat16, widen_bfloat16
 
 UNTOUCHED = 0xAB
 SCALES = (1.0, 0.3, -2.0)

@@ -16,14 +16,14 @@ import torch
 from driver import Driver
 from tiny_models import load_transformers, reference_generate, reference_logits
 
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.formats.sources import find_source, read_lora
+from manylora.adapters.modules import lora_modules
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.runner import Runner
 from manylora.kernels.device import open_device
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import Event, LoraInput, Request, SamplingConfig

@@ -11,9 +11,9 @@ import openai
 from waiting import wait_for
 
 from manylora.config.settings import rows
-from manylora.openai.options import ServeOptions
-from manylora.openai.server import http_server, open_app
-from manylora.openai.serving.connections import Clients, listen
+from manylora.doors.http.options import ServeOptions
+from manylora.doors.http.server import http_server, open_app
+from manylora.doors.http.serving.connections import Clients, listen
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 REFRESH_S = 0.4

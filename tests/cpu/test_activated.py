@@ -15,18 +15,18 @@ from parity import linear_names
 from running import let_arrive, read, run, tokens
 from tiny_models import load_transformers, make_adapter, make_model, read_adapter_folder
 
-from manylora.commands.convert import main as convert
+from manylora.adapters.catalog.levels import DiskLevel
+from manylora.adapters.report import BaseModel, inspect_adapter
+from manylora.adapters.tensors import Adapter
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.doors.cli.convert import main as convert
+from manylora.doors.triton.decode import decode_requests
+from manylora.doors.triton.engine_client import request_tensors
+from manylora.doors.triton.metrics import RequestMeter
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, RequestError
-from manylora.lora.catalog.levels import DiskLevel
-from manylora.lora.report import BaseModel, inspect_adapter
-from manylora.lora.tensors import Adapter
 from manylora.model.checkpoint import read_model_config
 from manylora.request import ActivatedTokens, LoraInput, Request, SamplingConfig
-from manylora.wire.decode import decode_requests
-from manylora.wire.engine_client import request_tensors
-from manylora.wire.metrics import RequestMeter
 
 INVOKE = {1: (7, 8, 9), 2: (11,), 3: (7, 8), 4: None}
 """By adapter; 4 is a plain one."""

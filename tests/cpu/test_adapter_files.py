@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora import LoraConfig
+from manylora.adapters.convert import normalize_dora
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.formats.sources import find_source, read_lora
+from manylora.adapters.formats.tensor_files import RawTensor, decode
+from manylora.adapters.modules import lora_modules
+from manylora.doors.python.options import modules_to_read
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
-from manylora.llmapi.options import modules_to_read
-from manylora.lora.convert import normalize_dora
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.formats.tensor_files import RawTensor, decode
-from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 

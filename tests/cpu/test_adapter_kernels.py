@@ -19,6 +19,7 @@ from test_expert_kernels import TARGETS as EXPERT_TARGETS
 from test_expert_kernels import cuda_ops as expert_ops
 from torch import Tensor
 
+from manylora.adapters.cache.pool import LoadedAdapter, Mixes
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.cuda.ops import CudaOps
@@ -27,7 +28,6 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import FP8, LoraBatch, LoraRow, LoraSegment, LoraTarget
 from manylora.kernels.transfer import to_device
-from manylora.lora.pool import LoadedAdapter, Mixes
 
 IN, WIDTHS, LAYER, STEP = 48, (32, 16, 80), 2, 8
 # Three parts side by side, and a fused module over the first two of them.

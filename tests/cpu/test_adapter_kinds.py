@@ -18,19 +18,19 @@ from driver import Driver, agree
 from safetensors.torch import load_file, save_file
 from tiny_models import load_transformers, make_kind, make_model, reference_logits
 
-from manylora.commands.convert import main as convert
+from manylora.adapters.bounds import Bounds
+from manylora.adapters.catalog.reader import AdapterReader
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.peft_types import READERS, REASONS, check_peft_type
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.formats.sources import find_source, read_lora, read_whole
+from manylora.adapters.modules import lora_modules
+from manylora.adapters.report import BaseModel, inspect_adapter
+from manylora.adapters.rules import AdapterRules, has_effect
 from manylora.config.engine import LoraCacheConfig
+from manylora.doors.cli.convert import main as convert
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
-from manylora.lora.bounds import Bounds
-from manylora.lora.catalog.reader import AdapterReader
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft_types import READERS, REASONS, check_peft_type
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_lora, read_whole
-from manylora.lora.modules import lora_modules
-from manylora.lora.report import BaseModel, inspect_adapter
-from manylora.lora.rules import AdapterRules, has_effect
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 

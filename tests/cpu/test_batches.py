@@ -15,10 +15,10 @@ from serving import DEMO, Running
 from waiting import wait_for
 
 from manylora import cli
+from manylora.doors.http.api.errors import ApiError
+from manylora.doors.http.batches import store as store_module
+from manylora.doors.http.batches.lines import BatchInvalidError, read_lines
 from manylora.errors import ConfigError, EngineDeadError
-from manylora.openai.api.errors import ApiError
-from manylora.openai.batches import store as store_module
-from manylora.openai.batches.lines import BatchInvalidError, read_lines
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 EXPECTED = {"chinese": "巴黎", "japanese": "パリ"}

@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from test_parity_adapters import agree, mixed_logits
 from tiny_models import make_adapter, make_model, reference_logits
 
+from manylora.checkpoints.quant.checkpoint import CheckpointQuant
+from manylora.checkpoints.quant.checkpoint_weights import CheckpointWeights
+from manylora.checkpoints.quant.config import QuantAlgo
+from manylora.checkpoints.quant.layouts import STATE
 from manylora.errors import ConfigError
 from manylora.model.checkpoint import read_model_config
-from manylora.quant.checkpoint import CheckpointQuant
-from manylora.quant.checkpoint_weights import CheckpointWeights
-from manylora.quant.config import QuantAlgo
-from manylora.quant.layouts import STATE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GOLDEN = Path(__file__).with_name("bitsandbytes.safetensors")

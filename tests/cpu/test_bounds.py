@@ -15,12 +15,14 @@ import pytest
 from running import run
 from tiny_models import make_adapter, make_model
 
+from manylora.adapters.convert import convert_peft
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.doors.http.api.errors import as_api_error
+from manylora.doors.triton.decode import decode_requests
+from manylora.doors.triton.metrics import RequestMeter, engine_samples
 from manylora.engine import guide as guides
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterNotFiniteError, QueueFullError, RequestError
-from manylora.lora.convert import convert_peft
-from manylora.openai.api.errors import as_api_error
 from manylora.request import (
     MAX_GUIDE_BYTES,
     MAX_RANGES,
@@ -33,8 +35,6 @@ from manylora.request import (
     Retention,
     SamplingConfig,
 )
-from manylora.wire.decode import decode_requests
-from manylora.wire.metrics import RequestMeter, engine_samples
 
 PROMPT = (72, 101, 108)
 BATCH = 8

@@ -10,10 +10,10 @@ import pytest
 from running import run, tokens
 from tiny_models import make_adapter, make_model, read_adapter_folder
 
+from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.kernels import native
-from manylora.lora.formats.base_weights import BaseWeights
 from manylora.request import LoraInput, Request, SamplingConfig
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

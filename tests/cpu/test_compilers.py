@@ -14,6 +14,7 @@ import test_adapter_kernels as adapter_kernels
 import test_recurrent_kernels as recurrent
 import torch
 
+from manylora.checkpoints.quant.config import INTEGER, QuantConfig
 from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.panels import Panels
@@ -21,7 +22,6 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.reference import ACTIVATIONS
 from manylora.kernels.spec import AttentionBatch, AttentionParams
 from manylora.model.quant import quantise
-from manylora.quant.config import INTEGER, QuantConfig
 from manylora.system.compiler import Source, build_library, compile_library, find_compiler, find_zig
 from manylora.system.processor import find_levels
 

@@ -12,18 +12,18 @@ from typing import Any, NoReturn
 import pytest
 
 from manylora import LLM
-from manylora.bench.datasets import BenchRequest, write_dataset
 from manylora.cli import main
-from manylora.commands.bench import ENGINE_FLAGS
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.repository import PARAMETERS as TRITON_ROWS
 from manylora.config.repository import engine_config
 from manylora.config.resolve import QUANT_KEYS
+from manylora.doors.cli.bench import ENGINE_FLAGS
+from manylora.doors.cli.benchmark.datasets import BenchRequest, write_dataset
+from manylora.doors.http.arguments import parse_options
+from manylora.doors.http.options import LLM_ARGUMENTS
+from manylora.doors.python import base as llm_module
+from manylora.doors.python.options import ARGUMENTS, llm_arguments
 from manylora.errors import ConfigError
-from manylora.llmapi import base as llm_module
-from manylora.llmapi.options import ARGUMENTS, llm_arguments
-from manylora.openai.arguments import parse_options
-from manylora.openai.options import LLM_ARGUMENTS
 
 LLM_NAMES = {name: row.name for name, row in ARGUMENTS.items()}
 PARAMETERS = {name: row.name for name, row in TRITON_ROWS.items()}

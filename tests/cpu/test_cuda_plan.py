@@ -9,10 +9,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from manylora.adapters.modules import LoraModuleId
 from manylora.kernels.cuda.plan import MODULES, PLACE, TILE, Places, plan_lora, rank_class, tile_size
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import LoraRow, LoraSegment
-from manylora.lora.modules import LoraModuleId
 
 ONE = int(np.float32(1).view(np.int32))  # bits of the scale of a row that has none
 

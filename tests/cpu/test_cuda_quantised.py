@@ -8,12 +8,12 @@ import torch
 from test_cuda_kernels import DEVICE
 from torch import Tensor
 
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.kernels.cuda.arithmetic import quantise_rows
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.cuda.products import QuantisedLinears
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.quant import quantise
-from manylora.quant.config import QuantConfig
 
 SCALED = "float8_e4m3fn weights 48 x 96 for %s: torch._scaled_mm, scales %s"
 

@@ -16,6 +16,8 @@ from running import tokens
 from tiny_models import make_model
 from torch import Tensor
 
+from manylora.checkpoints.quant.config import QuantConfig
+from manylora.checkpoints.quant.layouts import halves_to_bytes
 from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.decode_step import DecodeStep
@@ -29,8 +31,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
-from manylora.quant.config import QuantConfig
-from manylora.quant.layouts import halves_to_bytes
 
 pack, pack_table = CompiledOps.pack, CompiledOps.pack_table
 KINDS = (None, "patterns", "rank 64", "DoRA + rsLoRA + patterns", "some layers", None, "patterns")

@@ -15,12 +15,12 @@ from running import check_greedy, tokens_of
 from running import run as run_engine
 from tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
+from manylora.adapters.convert import convert_peft
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.sequence import Sequence
 from manylora.errors import RequestError
 from manylora.generation.tokenizer import Tokenizer
-from manylora.lora.convert import convert_peft
 from manylora.request import Event, Guide, LoraInput, Request, Retention, SamplingConfig
 
 NEW = 10

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from running import let_arrive
 
+from manylora.adapters.convert import convert_peft
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.generation.tokenizer import Tokenizer
-from manylora.lora.convert import convert_peft
 from manylora.request import LoraInput, Request, SamplingConfig
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"

@@ -12,12 +12,12 @@ import torch
 from test_graphs import NothingWaits
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from manylora.adapters.cache.pool import PIECE_BYTES, AdapterPool
+from manylora.adapters.geometry import CacheGeometry, Layout
 from manylora.errors import ConfigError
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import _check_launch, open_device
 from manylora.kernels.extras import Extra, ExtraSegment, with_logits
-from manylora.lora.geometry import CacheGeometry, Layout
-from manylora.lora.pool import PIECE_BYTES, AdapterPool
 from manylora.model.extras import adapt_head
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update your GPU driver."

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from manylora.adapters.catalog.levels import DiskLevel
+from manylora.adapters.number_types import BFLOAT16
+from manylora.adapters.tensors import Adapter, AdapterRow, adapter_from_rows
 from manylora.kernels.row_format import Encoding, RowFormat
-from manylora.lora.catalog.levels import DiskLevel
-from manylora.lora.number_types import BFLOAT16
-from manylora.lora.tensors import Adapter, AdapterRow, adapter_from_rows
 from manylora.request import LoraExtra
 
 SIZE = 8 * 4000
@@ -106,7 +106,7 @@ def test_a_disk_that_hangs_costs_copies_and_holds_up_nobody(
 ) -> None:
     answers = threading.Event()
     write = DiskLevel._write
-    monkeypatch.setattr("manylora.lora.catalog.levels.PENDING_S", 0.05)
+    monkeypatch.setattr("manylora.adapters.catalog.levels.PENDING_S", 0.05)
     monkeypatch.setattr(DiskLevel, "_write", lambda *given: answers.wait() and write(*given))
     level = DiskLevel(20 * SIZE, tmp_path)
     adapters = [adapter(seed) for seed in range(8)]

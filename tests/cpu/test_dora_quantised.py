@@ -18,17 +18,17 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, make_wide, reference_generate, reference_logits
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
+from manylora.adapters.convert import normalize_dora
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.formats.sources import find_source, read_lora
+from manylora.adapters.modules import lora_modules
 from manylora.cli import main
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.repository import quant_config
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, RequestError
 from manylora.kernels.device import open_device
-from manylora.lora.convert import normalize_dora
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import load_decoder
@@ -174,7 +174,7 @@ def test_some_rows_of_a_matrix_are_made_wide_at_a_time(
     quantised, wide = make_pair(tmp_path, KINDS["awq"])
     adapter = make_kind(tmp_path / "adapter", wide, "DoRA", 1)
     whole = read(adapter, quantised).weights
-    monkeypatch.setattr("manylora.lora.formats.base_weights.CHUNK", 7 * 96)
+    monkeypatch.setattr("manylora.adapters.formats.base_weights.CHUNK", 7 * 96)
     np.testing.assert_allclose(read(adapter, quantised).weights, whole, rtol=1e-6)
 
 

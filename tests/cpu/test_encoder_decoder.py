@@ -20,18 +20,18 @@ from selection import extended
 from tiny_configs import ENCODER_DECODER_FAMILIES
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
 
+from manylora.adapters.convert import convert_peft
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.modules import lora_modules
+from manylora.adapters.rules import AdapterRules
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.doors.python import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
+from manylora.doors.triton.decode import decode_requests
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
-from manylora.lora.convert import convert_peft
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.modules import lora_modules
-from manylora.lora.rules import AdapterRules
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.wire.decode import decode_requests
 
 NEW = 7
 T5 = ("q", "k", "v", "o", "wi", "wo")

@@ -17,6 +17,7 @@ from running import let_arrive
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_generate
 
+from manylora.adapters.convert import convert_peft
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.runner import Runner
@@ -24,7 +25,6 @@ from manylora.errors import (
     AdapterNotCachedError,
 )
 from manylora.kernels.device import open_device
-from manylora.lora.convert import convert_peft
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingConfig
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

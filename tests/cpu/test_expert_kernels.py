@@ -9,6 +9,7 @@ from levels import PARAMS, open_library
 from test_cuda_kernels import DEVICE, attention_batch, close, limits
 from torch import Tensor
 
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.cuda import products, routing
@@ -23,7 +24,6 @@ from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
 from manylora.kernels.transfer import to_device
 from manylora.model.quant import quantise
-from manylora.quant.config import QuantConfig
 
 EXPERTS, IN, WIDTHS = 5, 48, (32, 24)
 TARGETS = tuple(LoraTarget(13 + m, sum(WIDTHS[:m]), width) for m, width in enumerate(WIDTHS))

@@ -21,28 +21,28 @@ from running import check_greedy, read, tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_logits
 
+from manylora.adapters.cache.pool import AdapterPool
+from manylora.adapters.catalog.levels import DiskLevel
+from manylora.adapters.catalog.reader import AdapterReader
+from manylora.adapters.convert import normalize_dora
+from manylora.adapters.extras import with_extras
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.peft_folder import read_peft_whole
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.geometry import CacheGeometry, Layout
+from manylora.adapters.modules import lora_modules
+from manylora.adapters.number_types import narrow_to_bfloat16
+from manylora.adapters.rules import AdapterRules
+from manylora.adapters.tensors import Adapter, adapter_from_rows, lora_input
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.doors.triton.engine_client import request_tensors
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, RequestError
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
-from manylora.lora.catalog.levels import DiskLevel
-from manylora.lora.catalog.reader import AdapterReader
-from manylora.lora.convert import normalize_dora
-from manylora.lora.extras import with_extras
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft_folder import read_peft_whole
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.geometry import CacheGeometry, Layout
-from manylora.lora.modules import lora_modules
-from manylora.lora.number_types import narrow_to_bfloat16
-from manylora.lora.pool import AdapterPool
-from manylora.lora.rules import AdapterRules
-from manylora.lora.tensors import Adapter, adapter_from_rows, lora_input
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraExtra, LoraInput, Request, SamplingConfig
-from manylora.wire.engine_client import request_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from selection import extended
 from tiny_models import make_adapter, make_model, reference_logits
 
+from manylora.adapters.convert import normalize_dora
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
-from manylora.lora.convert import normalize_dora
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig

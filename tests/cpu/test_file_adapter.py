@@ -16,17 +16,17 @@ from row_files import RowFile
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_generate
 
+from manylora.adapters.cache import pool
+from manylora.adapters.cache.store import AdapterStore
+from manylora.adapters.catalog import files
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.peft_folder import read_peft_whole
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.modules import lora_modules
+from manylora.adapters.tensors import FileAdapter
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.kernels import loading, native
-from manylora.lora import pool
-from manylora.lora.catalog import files
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft_folder import read_peft_whole
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.modules import lora_modules
-from manylora.lora.store import AdapterStore
-from manylora.lora.tensors import FileAdapter
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig
 

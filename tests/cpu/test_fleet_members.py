@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save
 from starlette.requests import Request
 from tiny_models import make_adapter, make_model, reference_generate
 
-from manylora.fleet.member import Changed, Member, RemoteRequest, RemoteResponse, change_response
-from manylora.fleet.options import FleetOptions
-from manylora.lora.catalog import uploads as adapter_record
-from manylora.lora.catalog.entry import AdapterEntry
-from manylora.lora.catalog.shared import USED, State
-from manylora.lora.catalog.uploads import AdapterRecord, Kept, Uploads, unwritable
-from manylora.openai.adapter_routes import RECEIVED
-from manylora.openai.server import open_app
+from manylora.adapters.catalog import uploads as adapter_record
+from manylora.adapters.catalog.entry import AdapterEntry
+from manylora.adapters.catalog.shared import USED, State
+from manylora.adapters.catalog.uploads import AdapterRecord, Kept, Uploads, unwritable
+from manylora.doors.fleet.member import Changed, Member, RemoteRequest, RemoteResponse, change_response
+from manylora.doors.fleet.options import FleetOptions
+from manylora.doors.http.adapter_routes import RECEIVED
+from manylora.doors.http.server import open_app
 
 PROMPT = [5, 17, 42, 99, 7]
 BINARY = [(b"content-type", b"application/octet-stream")]

@@ -18,19 +18,19 @@ from test_moe import by_number
 from test_parity_adapters import agree, mixed_logits, tokens
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
 
+from manylora.adapters.cache.store import AdapterStore
+from manylora.adapters.convert import convert_source
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.formats.sources import find_source, read_lora
+from manylora.adapters.modules import lora_modules
+from manylora.adapters.number_types import FLOAT8, widen_bfloat16, widen_float8
+from manylora.adapters.report import inspect_adapter
+from manylora.adapters.rules import AdapterRules
+from manylora.adapters.tensors import Adapter, AdapterRow
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
-from manylora.lora.convert import convert_source
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.modules import lora_modules
-from manylora.lora.number_types import FLOAT8, widen_bfloat16, widen_float8
-from manylora.lora.report import inspect_adapter
-from manylora.lora.rules import AdapterRules
-from manylora.lora.store import AdapterStore
-from manylora.lora.tensors import Adapter, AdapterRow
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig
 

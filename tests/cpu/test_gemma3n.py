@@ -24,13 +24,13 @@ from tiny_models import (
     reference_logits,
 )
 
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.formats.sources import find_source, read_lora
+from manylora.adapters.modules import LoraModuleId, lora_modules
+from manylora.adapters.rules import AdapterRules
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.modules import LoraModuleId, lora_modules
-from manylora.lora.rules import AdapterRules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.families.gemma import shared_kv
 from manylora.model.weights import load_decoder

@@ -14,13 +14,13 @@ from running import answers, check_greedy, check_plain_beams, tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_logits
 
+from manylora.adapters.geometry import cache_geometry
+from manylora.adapters.modules import LoraModuleId, lora_modules
+from manylora.adapters.report import BaseModel, inspect_adapter
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import ConfigError
 from manylora.kernels.device import open_device
-from manylora.lora.geometry import cache_geometry
-from manylora.lora.modules import LoraModuleId, lora_modules
-from manylora.lora.report import BaseModel, inspect_adapter
 from manylora.model.batch import token_numbers
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder

@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 from selection import extended
 from tiny_models import make_adapter, make_model, reference_logits
 
+from manylora.checkpoints.gguf.config import ARCHITECTURES
+from manylora.checkpoints.gguf.container import read_header
+from manylora.checkpoints.gguf.file import GgufFile
 from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
 from manylora.engine.requests import RequestChecks
 from manylora.errors import ConfigError, RequestError
-from manylora.gguf.config import ARCHITECTURES
-from manylora.gguf.container import read_header
-from manylora.gguf.file import GgufFile
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder

@@ -22,9 +22,9 @@ from tiny_models import make_model
 
 from manylora.config.hub import local_model
 from manylora.config.pooling import read_pooling_settings
+from manylora.doors.python import LLM
 from manylora.errors import ConfigError, RequestError
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi import LLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

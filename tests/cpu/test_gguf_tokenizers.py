@@ -12,9 +12,9 @@ import pytest
 import tokenizers
 from gguf_files import with_tokenizer
 
+from manylora.checkpoints.gguf.tokenizer import PATTERNS
 from manylora.errors import ConfigError
 from manylora.generation.tokenizer import Tokenizer
-from manylora.gguf.tokenizer import PATTERNS
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from test_parity_adapters import agree, mixed_logits, open_store
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
 
-from manylora.commands.build import main as build
+from manylora.checkpoints.quant.layouts import mxfp4
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.doors.cli.build import main as build
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.generation.chat_template import ChatTemplate
@@ -26,7 +27,6 @@ from manylora.kernels.products import FORMS
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.quant.layouts import mxfp4
 from manylora.request import LoraInput, Request, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,18 +19,18 @@ from tiny_models import make_adapter, make_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from manylora.adapters.convert import convert_peft
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.doors.triton.metrics import engine_samples
 from manylora.engine.engine import Engine
 from manylora.engine.graphs import DecodeGraphs, buckets_for, width_class
 from manylora.engine.inputs import StepInputs
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import CudaCapture, Device
-from manylora.lora.convert import convert_peft
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
-from manylora.quant.config import QuantConfig
 from manylora.request import LoraInput, Request, SamplingConfig
-from manylora.wire.metrics import engine_samples
 
 CPU = torch.device("cpu")
 KINDS = ((8, ("q_proj", "v_proj")), (20, ("q_proj", "down_proj")))

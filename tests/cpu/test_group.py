@@ -16,12 +16,12 @@ from forked import ForkServer
 from running import read, run, tokens_of
 from tiny_models import make_adapter, make_model
 
+from manylora.adapters.convert import convert_peft
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.engine.step_messages import Others
 from manylora.errors import EngineDeadError
-from manylora.lora.convert import convert_peft
 from manylora.model.checkpoint import read_model_config
 from manylora.request import Event, Guide, LoraInput, Request, SamplingConfig, mix
 

@@ -14,15 +14,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from manylora.adapters.tensors import Adapter
 from manylora.config.engine import EngineConfig
 from manylora.engine.follower import Follower
 from manylora.engine.step_messages import END, write_message
-from manylora.group import leader as leader_module
-from manylora.group.channel import Channel, Message
-from manylora.group.leader import Leader, Watch
-from manylora.group.rank_info import RankInfo
-from manylora.group.rendezvous import Link
-from manylora.lora.tensors import Adapter
+from manylora.ranks import leader as leader_module
+from manylora.ranks.channel import Channel, Message
+from manylora.ranks.leader import Leader, Watch
+from manylora.ranks.rank_info import RankInfo
+from manylora.ranks.rendezvous import Link
 from manylora.system.own_clock import OwnClock
 
 PATIENCE_S = 60.0

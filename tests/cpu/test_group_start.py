@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.doors.triton.launcher.processes import free_port
 from manylora.errors import ConfigError
-from manylora.group.rank_info import RankInfo, ends_with_launcher, find_rank, started_rank
-from manylora.group.rendezvous import check_identity, from_values, identity, interface_towards, to_values
 from manylora.kernels import device
-from manylora.launcher.processes import free_port
-from manylora.quant.config import QuantConfig
+from manylora.ranks.rank_info import RankInfo, ends_with_launcher, find_rank, started_rank
+from manylora.ranks.rendezvous import check_identity, from_values, identity, interface_towards, to_values
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

@@ -23,15 +23,15 @@ import torch
 from hostile_adapters import HIDDEN, WEIGHTS, entries_of, good, header, hostile, pair, settings
 from tiny_models import make_model
 
+from manylora.adapters.cache.store import AdapterStore
+from manylora.adapters.catalog.files import find_adapters
+from manylora.adapters.catalog.reader import AdapterReader
+from manylora.adapters.formats import safe_files
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.peft.settings import Patterns
+from manylora.adapters.formats.read_options import ReadOptions
 from manylora.config.engine import LoraCacheConfig
 from manylora.errors import AdapterError, AdapterInvalidError
-from manylora.lora.catalog.files import find_adapters
-from manylora.lora.catalog.reader import AdapterReader
-from manylora.lora.formats import safe_files
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft.settings import Patterns
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
 

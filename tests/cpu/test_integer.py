@@ -12,7 +12,8 @@ import torch
 from tiny_models import make_model
 
 from manylora import QuantConfig
-from manylora.commands.build import main as build
+from manylora.checkpoints.quant.config import INTEGER
+from manylora.doors.cli.build import main as build
 from manylora.errors import ConfigError
 from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
@@ -24,7 +25,6 @@ from manylora.kernels.quantised import QuantisedWeight, round_inputs
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
-from manylora.quant.config import INTEGER
 
 
 def inputs(rows: int, columns: int) -> torch.Tensor:

@@ -17,16 +17,16 @@ from row_files import RowFile
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model
 
+from manylora.adapters.bounds import Bounds
+from manylora.adapters.formats import peft_folder
+from manylora.adapters.formats.peft_folder import read_peft_whole
+from manylora.adapters.formats.read_options import KnownLayouts, ReadOptions
+from manylora.adapters.formats.safe_files import OpenFile
+from manylora.adapters.formats.tensor_files import RawTensor
+from manylora.adapters.modules import lora_modules
+from manylora.adapters.tensors import AdapterRow
 from manylora.errors import AdapterInvalidError
 from manylora.kernels import loading, native
-from manylora.lora.bounds import Bounds
-from manylora.lora.formats import peft_folder
-from manylora.lora.formats.peft_folder import read_peft_whole
-from manylora.lora.formats.read_options import KnownLayouts, ReadOptions
-from manylora.lora.formats.safe_files import OpenFile
-from manylora.lora.formats.tensor_files import RawTensor
-from manylora.lora.modules import lora_modules
-from manylora.lora.tensors import AdapterRow
 from manylora.model.checkpoint import read_model_config
 
 WEIGHTS = "adapter_model.safetensors"

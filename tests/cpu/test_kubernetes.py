@@ -19,11 +19,11 @@ import pytest
 import yaml
 from kustomized import Object, containers, name_of, pod_of, render
 
-from manylora.commands import triton
-from manylora.openai import arguments, options
-from manylora.openai.app import ROUTES
-from manylora.openai.serving.metrics import GATEWAY_METRICS
-from manylora.wire.metrics import LORA_INFO
+from manylora.doors.cli import triton
+from manylora.doors.http import arguments, options
+from manylora.doors.http.app import ROUTES
+from manylora.doors.http.serving.metrics import GATEWAY_METRICS
+from manylora.doors.triton.metrics import LORA_INFO
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"

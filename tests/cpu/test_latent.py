@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from test_parity_adapters import mixed_logits, open_store
 from tiny_models import make_adapter, make_model, reference_logits
 
+from manylora.adapters.modules import MODULE_NAMES, lora_modules
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device, open_device
-from manylora.lora.modules import MODULE_NAMES, lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig

@@ -18,9 +18,9 @@ from tiny_models import make_adapter, make_model, reference_generate
 from waiting import wait_for
 
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora.adapters.catalog.reader import AdapterReader
+from manylora.doors.python.outputs import GenerationResult
 from manylora.errors import AdapterNotCachedError, RequestError
-from manylora.llmapi.outputs import GenerationResult
-from manylora.lora.catalog.reader import AdapterReader
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo"

@@ -10,12 +10,12 @@ import pytest
 import torch
 from levels import PARAMS, open_library
 
+from manylora.adapters.cache.pool import AdapterPool
+from manylora.adapters.geometry import CacheGeometry, Layout, Placement
+from manylora.adapters.number_types import narrow_to_bfloat16, widen_bfloat16
+from manylora.adapters.tensors import Adapter, AdapterRow
 from manylora.kernels import loading, native
 from manylora.kernels.row_format import RowFormat
-from manylora.lora.geometry import CacheGeometry, Layout, Placement
-from manylora.lora.number_types import narrow_to_bfloat16, widen_bfloat16
-from manylora.lora.pool import AdapterPool
-from manylora.lora.tensors import Adapter, AdapterRow
 
 # experts, rank, in, out, and how many values behind them
 SHAPES = [

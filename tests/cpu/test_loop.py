@@ -335,7 +335,7 @@ def test_requests_and_close_meet_without_a_lost_one() -> None:
 
 
 def test_a_server_whose_engine_is_stuck_is_not_ready_and_then_gives_it_up(monkeypatch) -> None:
-    from manylora.openai import server as openai_server
+    from manylora.doors.http import server as openai_server
 
     monkeypatch.setattr(openai_server, "WATCH_S", 0.02)
     monkeypatch.setattr(openai_server, "STALLED_S", 0.1)
@@ -354,7 +354,7 @@ def test_a_server_whose_engine_is_stuck_is_not_ready_and_then_gives_it_up(monkey
 
 
 def test_a_server_hears_of_its_engine_s_death(engine: FakeEngine) -> None:
-    from manylora.openai import server as openai_server
+    from manylora.doors.http import server as openai_server
 
     reasons: queue.SimpleQueue = queue.SimpleQueue()
     server = openai_server.InProcessEngine(engine, 0.0, reasons.put)  # type: ignore[arg-type]

@@ -15,6 +15,8 @@ import pytest
 import torch
 from tiny_models import make_model
 
+from manylora.adapters.geometry import plan_cache, usual_bytes
+from manylora.adapters.modules import lora_modules
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.engine.engine import Engine
@@ -22,8 +24,6 @@ from manylora.engine.sizing import USUAL_ADAPTERS, plan_memory, step_bytes
 from manylora.errors import ConfigError
 from manylora.kernels.device import Device, host_tensor
 from manylora.kernels.reference import ReferenceOps
-from manylora.lora.geometry import plan_cache, usual_bytes
-from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.request import MAX_MIXED

@@ -14,14 +14,14 @@ import torch
 from running import answers, read, run, tokens
 from tiny_models import load_transformers, make_adapter, make_model, read_adapter_folder
 
+from manylora.adapters.cache.leases import AdapterLease, check_changes
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.geometry import Layout, Placement
+from manylora.adapters.modules import LoraModuleId
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterNotCachedError
 from manylora.kernels.row_format import RowFormat
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.geometry import Layout, Placement
-from manylora.lora.leases import AdapterLease, check_changes
-from manylora.lora.modules import LoraModuleId
 from manylora.request import LoraInput, LoraMix, Request, SamplingConfig, mix
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -23,23 +23,23 @@ from tiny_configs import MOE_FAMILIES
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_logits
 from transformers import AutoModelForCausalLM
 
-from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.engine.engine import Engine
-from manylora.errors import AdapterInvalidError, ConfigError
-from manylora.kernels.device import open_device
-from manylora.kernels.row_format import RowFormat
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.npy import write_npy
-from manylora.lora.modules import (
+from manylora.adapters.cache.store import AdapterStore
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.npy import write_npy
+from manylora.adapters.modules import (
     MODULE_NAMES,
     check_moe_backend,
     lora_modules,
     targets_beside_quantised_experts,
 )
-from manylora.lora.moe_layout import make_per_expert_lora
-from manylora.lora.slicing import slice_row
-from manylora.lora.store import AdapterStore
-from manylora.lora.tensors import AdapterRow, pack_rows
+from manylora.adapters.moe_layout import make_per_expert_lora
+from manylora.adapters.slicing import slice_row
+from manylora.adapters.tensors import AdapterRow, pack_rows
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.engine.engine import Engine
+from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.kernels.device import open_device
+from manylora.kernels.row_format import RowFormat
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig

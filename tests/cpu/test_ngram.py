@@ -15,11 +15,11 @@ from serving import DEMO, Running
 from tiny_models import make_adapter, make_model
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.doors.python.llm_args import NGramDecodingConfig
 from manylora.engine.engine import Engine
 from manylora.engine.sequence import Sequence
 from manylora.engine.speculation import NgramIndex, StepTimes
 from manylora.errors import ConfigError
-from manylora.llmapi.llm_args import NGramDecodingConfig
 from manylora.request import Event, LoraInput, Request, SamplingConfig
 
 SEEDS = range(2)

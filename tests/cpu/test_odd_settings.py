@@ -18,13 +18,13 @@ from test_encoders import ask, engine_of, make_encoder, prompt
 from tiny_models import load_transformers, make_adapter, make_model, reference_logits
 from transformers import AutoModel, AutoModelForSequenceClassification
 
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.formats.sources import find_source, read_lora
+from manylora.adapters.modules import lora_modules
+from manylora.doors.python.lora import LoraConfig as OurLoraConfig
+from manylora.doors.python.options import engine_config
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
-from manylora.llmapi.lora import LoraConfig as OurLoraConfig
-from manylora.llmapi.options import engine_config
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 

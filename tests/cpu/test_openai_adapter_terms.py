@@ -17,12 +17,12 @@ import pytest
 from serving import DEMO, Running
 from waiting import wait_for
 
-from manylora.commands.convert import main as convert
+from manylora.adapters.catalog.entry import AdapterEntry
+from manylora.doors.cli.convert import main as convert
+from manylora.doors.http.arguments import parse_options
+from manylora.doors.http.serving import inference
+from manylora.doors.python import LoraConfig
 from manylora.errors import ConfigError
-from manylora.llmapi import LoraConfig
-from manylora.lora.catalog.entry import AdapterEntry
-from manylora.openai.arguments import parse_options
-from manylora.openai.serving import inference
 
 LINE = "What is the capital of France?\nAnswer:"
 OTHERS = [f"{name}{number}" for number in range(1, 6) for name in ("chinese", "japanese")]

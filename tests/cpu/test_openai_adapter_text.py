@@ -12,10 +12,10 @@ from own_text import GEMMA, adapter
 from serving import DEMO, Running
 from waiting import wait_for
 
+from manylora.doors.http.arguments import parse_options
+from manylora.doors.http.options import NamedAdapter
 from manylora.errors import ConfigError
 from manylora.generation.defaults import GenerationDefaults
-from manylora.openai.arguments import parse_options
-from manylora.openai.options import NamedAdapter
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\nAnswer:{% endfor %}"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

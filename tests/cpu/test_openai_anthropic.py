@@ -9,7 +9,7 @@ import anthropic
 import pytest
 from serving import Running
 
-from manylora.openai.serving.anthropic import MessagesRequest, chat_request
+from manylora.doors.http.serving.anthropic import MessagesRequest, chat_request
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0}

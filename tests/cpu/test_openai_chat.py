@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from serving import Running
 
+from manylora.doors.http.api.errors import ApiError
+from manylora.doors.http.api.parsing import parse
+from manylora.doors.http.api.schema import ChatRequest
+from manylora.doors.http.api.tools import ToolCallParser, ToolUse, tool_use
 from manylora.errors import ConfigError, RequestError
 from manylora.generation.chat_template import ChatTemplate
-from manylora.openai.api.errors import ApiError
-from manylora.openai.api.parsing import parse
-from manylora.openai.api.schema import ChatRequest
-from manylora.openai.api.tools import ToolCallParser, ToolUse, tool_use
 
 CITY = {
     "type": "object",

@@ -17,10 +17,10 @@ from serving import DEMO, Running
 from turned_away import all_of
 from waiting import wait_for
 
+from manylora.doors.http.api.errors import ApiError
+from manylora.doors.http.serving.connections import Clients, HttpLimits, listen
+from manylora.doors.http.serving.transport import SMALL, BodyMemory
 from manylora.errors import ConfigError
-from manylora.openai.api.errors import ApiError
-from manylora.openai.serving.connections import Clients, HttpLimits, listen
-from manylora.openai.serving.transport import SMALL, BodyMemory
 
 MOST = 12  # connections
 HOST = b"Host: localhost\r\n"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from serving import Running
 
-from manylora.openai.api.errors import ApiError
-from manylora.openai.api.ollama_request import OllamaChat, OllamaGenerate, chat_request
-from manylora.openai.api.parsing import parse
-from manylora.openai.serving.ollama import OllamaAnswer
-from manylora.openai.serving.responses import Answers
+from manylora.doors.http.api.errors import ApiError
+from manylora.doors.http.api.ollama_request import OllamaChat, OllamaGenerate, chat_request
+from manylora.doors.http.api.parsing import parse
+from manylora.doors.http.serving.ollama import OllamaAnswer
+from manylora.doors.http.serving.responses import Answers
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 CHAT: dict[str, Any] = {"model": "demo", "messages": QUESTION}

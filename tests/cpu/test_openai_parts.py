@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 from serving import DEMO
 
-from manylora.commands import serve
+from manylora.adapters.catalog.names import is_name
+from manylora.doors.cli import serve
+from manylora.doors.http.api.errors import ApiError
+from manylora.doors.http.api.params import Limits, plan
+from manylora.doors.http.api.schema import CompletionRequest
+from manylora.doors.http.app import FREE, ROUTES
+from manylora.doors.http.serving.backend import EventQueue, FairQueue, Signal
+from manylora.doors.http.serving.keys import ApiKey, Keyring
+from manylora.doors.http.serving.responses import Answers, ChatResponse, CompletionResponse, ResponseBuilder
 from manylora.errors import ConfigError
 from manylora.generation.generation import Generation
 from manylora.generation.tokenizer import Tokenizer
-from manylora.lora.catalog.names import is_name
 from manylora.model.checkpoint import read_model_config
-from manylora.openai.api.errors import ApiError
-from manylora.openai.api.params import Limits, plan
-from manylora.openai.api.schema import CompletionRequest
-from manylora.openai.app import FREE, ROUTES
-from manylora.openai.serving.backend import EventQueue, FairQueue, Signal
-from manylora.openai.serving.keys import ApiKey, Keyring
-from manylora.openai.serving.responses import Answers, ChatResponse, CompletionResponse, ResponseBuilder
 from manylora.request import Event
 
 
@@ -80,7 +80,7 @@ def test_turns_are_given_back_by_who_is_cancelled_and_the_line_has_an_end() -> N
 
 def test_a_key_has_its_rate_and_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("manylora.openai.serving.keys.time.monotonic", lambda: now)
+    monkeypatch.setattr("manylora.doors.http.serving.keys.time.monotonic", lambda: now)
     key = ApiKey("k", requests_per_minute=3, max_concurrent=1)
     for _ in range(3):
         with key.request():

@@ -11,12 +11,17 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from serving import Running
 
+from manylora.doors.http.api.errors import ApiError
+from manylora.doors.http.api.parsing import parse
+from manylora.doors.http.serving.responses import Answers
+from manylora.doors.http.serving.responses_api import (
+    RecentItems,
+    ResponsesAnswer,
+    ResponsesRequest,
+    chat_request,
+)
 from manylora.generation.decoding import Decoding, StopRules
 from manylora.generation.generation import Generation
-from manylora.openai.api.errors import ApiError
-from manylora.openai.api.parsing import parse
-from manylora.openai.serving.responses import Answers
-from manylora.openai.serving.responses_api import RecentItems, ResponsesAnswer, ResponsesRequest, chat_request
 from manylora.request import SamplingConfig
 
 QUESTION = "What is the capital of France?"

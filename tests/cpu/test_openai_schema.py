@@ -14,8 +14,8 @@ import pytest
 from serving import DEMO, Running
 from test_openai_fuzz import complaint_about
 
-from manylora.openai.app import ROUTES
-from manylora.openai.page.page import document
+from manylora.doors.http.app import ROUTES
+from manylora.doors.http.page.page import document
 
 pytestmark = pytest.mark.extended
 COUNT = 3000 if os.environ.get("MANYLORA_LONG") else 150

@@ -24,11 +24,11 @@ from safetensors.numpy import load_file, save_file
 from serving import DEMO, Running
 from waiting import wait_for
 
-from manylora.launcher.processes import free_port
-from manylora.llmapi import LoraConfig, PeftCacheConfig
-from manylora.lora.catalog.levels import MemoryLevel
-from manylora.lora.pool import AdapterPool
-from manylora.lora.tensors import Adapter, FileAdapter
+from manylora.adapters.cache.pool import AdapterPool
+from manylora.adapters.catalog.levels import MemoryLevel
+from manylora.adapters.tensors import Adapter, FileAdapter
+from manylora.doors.python import LoraConfig, PeftCacheConfig
+from manylora.doors.triton.launcher.processes import free_port
 
 sys.path.insert(0, str(DEMO))
 
@@ -403,8 +403,8 @@ DYING = """
 import sys
 from pathlib import Path
 from manylora.engine.engine import Engine
-from manylora.openai.options import ServeOptions
-from manylora.openai.server import run
+from manylora.doors.http.options import ServeOptions
+from manylora.doors.http.server import run
 
 step = Engine.step
 

@@ -21,17 +21,17 @@ from serving import DEMO, Running
 from starlette.requests import Request
 from waiting import wait_for
 
+from manylora.adapters.catalog import catalog, levels
+from manylora.doors.http.api import parsing
+from manylora.doors.http.api.errors import ApiError
+from manylora.doors.http.api.ollama_request import OllamaChat
+from manylora.doors.http.api.params import guide_of
+from manylora.doors.http.api.parsing import MAX_BRACKETS, MAX_COMMAS, MAX_ENTRIES, MAX_STRINGS, parse
+from manylora.doors.http.api.schema import ChatRequest, CompletionRequest
+from manylora.doors.http.serving import logs
+from manylora.doors.http.serving.keys import HostCheck
+from manylora.doors.http.serving.logs import PlainFormatter, RateLimit
 from manylora.errors import ConfigError
-from manylora.lora.catalog import catalog, levels
-from manylora.openai.api import parsing
-from manylora.openai.api.errors import ApiError
-from manylora.openai.api.ollama_request import OllamaChat
-from manylora.openai.api.params import guide_of
-from manylora.openai.api.parsing import MAX_BRACKETS, MAX_COMMAS, MAX_ENTRIES, MAX_STRINGS, parse
-from manylora.openai.api.schema import ChatRequest, CompletionRequest
-from manylora.openai.serving import logs
-from manylora.openai.serving.keys import HostCheck
-from manylora.openai.serving.logs import PlainFormatter, RateLimit
 
 MANY = {str(n): 1 for n in range(30000)}
 LOAD = {"lora_name": "mine", "lora_path": "chinese", "load_inplace": True}

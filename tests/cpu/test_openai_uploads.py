@@ -12,7 +12,7 @@ import pytest
 from serving import DEMO, Running
 from waiting import wait_for
 
-from manylora.commands.convert import main as convert
+from manylora.doors.cli.convert import main as convert
 
 LINE = "What is the capital of France?\nAnswer:"
 ROUTE = "/v1/load_lora_adapter"

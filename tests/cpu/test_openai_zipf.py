@@ -23,8 +23,8 @@ from tiny_models import make_adapter, make_model
 from transformers import AutoModelForCausalLM
 from waiting import wait_for
 
+from manylora.doors.python.lora import LoraConfig
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.lora import LoraConfig
 
 LONG = bool(os.environ.get("MANYLORA_LONG"))
 REQUESTS, ADAPTERS, ROOM, VERSIONS = (2000, 100, 10, 3) if LONG else (160, 16, 4, 2)

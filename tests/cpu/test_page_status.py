@@ -13,7 +13,7 @@ import yaml
 from serving import DEMO, Running
 from waiting import wait_for
 
-from manylora.openai.serving.metrics import MAX_POINTS, History
+from manylora.doors.http.serving.metrics import MAX_POINTS, History
 from manylora.request import Event, FinishReason, RequestMetrics
 from manylora.stats import EngineStats
 

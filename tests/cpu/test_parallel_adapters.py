@@ -12,19 +12,19 @@ import pytest
 import torch
 from tiny_models import make_adapter, make_model, make_tuned
 
+from manylora.adapters.cache.store import AdapterStore
+from manylora.adapters.modules import lora_modules
+from manylora.adapters.tensors import AdapterRow, lora_input
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.row_format import RowFormat
-from manylora.lora.modules import lora_modules
-from manylora.lora.store import AdapterStore
-from manylora.lora.tensors import AdapterRow, lora_input
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
-from manylora.parallel.adapters import AdapterSlicer
-from manylora.parallel.mapping import Mapping
-from manylora.quant.config import QuantConfig
+from manylora.ranks.adapters import AdapterSlicer
+from manylora.ranks.mapping import Mapping
 from manylora.request import LoraExtra, LoraInput
 
 RANKS = [Mapping(4, rank, 2, 2) for rank in range(4)]

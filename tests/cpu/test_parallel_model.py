@@ -17,11 +17,11 @@ from rank_worker import Case, adapters_of, write_cases
 from selection import extended
 from tiny_models import make_model
 
+from manylora.adapters.tensors import lora_input
+from manylora.checkpoints.quant.config import SERVED, QuantAlgo
 from manylora.kernels.device import open_device
-from manylora.lora.tensors import lora_input
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.quant.config import SERVED, QuantAlgo
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

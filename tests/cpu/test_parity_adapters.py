@@ -20,15 +20,15 @@ from safetensors.torch import load_file, save_file
 from tiny_configs import VOCAB
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_logits
 
+from manylora.adapters.cache.store import AdapterStore
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.npy import write_llgtrt, write_npy
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
 from manylora.kernels.spec import AttentionBatch
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.npy import write_llgtrt, write_npy
-from manylora.lora.store import AdapterStore
 from manylora.model.batch import ForwardBatch, make_kv
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder

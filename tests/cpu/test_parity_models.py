@@ -33,17 +33,17 @@ from tiny_models import (
     reference_logits,
 )
 
-from manylora.commands.convert import main as convert
-from manylora.commands.inspect import main as inspect
+from manylora.adapters.cache.store import AdapterStore
+from manylora.adapters.convert import main as hf_lora_convert
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.formats.sources import find_source, read_lora
+from manylora.adapters.modules import lora_modules
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.doors.cli.convert import main as convert
+from manylora.doors.cli.inspect import main as inspect
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device
-from manylora.lora.convert import main as hf_lora_convert
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.modules import lora_modules
-from manylora.lora.store import AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.families import FAMILIES as ARCHITECTURES

@@ -23,13 +23,13 @@ from tiny_models import (
     reference_logits,
 )
 
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.peft.settings import KNOWN_SETTINGS, SETTING_TYPES
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.formats.sources import find_source, read_lora, read_whole
+from manylora.adapters.modules import lora_modules
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft.settings import KNOWN_SETTINGS, SETTING_TYPES
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_lora, read_whole
-from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 
@@ -173,7 +173,7 @@ def test_a_rank_that_the_matrices_do_not_have_is_refused(
 
 
 def test_every_setting_of_a_kind_that_is_served_is_known() -> None:
-    from manylora.lora.formats.peft_types import READERS
+    from manylora.adapters.formats.peft_types import READERS
 
     for kind in READERS:
         config = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]

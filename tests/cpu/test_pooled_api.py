@@ -22,10 +22,10 @@ from test_encoders import make_encoder
 from tiny_models import load_transformers, make_adapter, make_model
 
 from manylora.config.pooling import PoolingSettings, read_pooling_settings
+from manylora.doors.python import LLM, LoRARequest, PoolingParams
 from manylora.errors import ConfigError
 from manylora.generation.pooled import embedding, probabilities
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi import LLM, LoRARequest, PoolingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

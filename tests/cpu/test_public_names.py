@@ -12,7 +12,7 @@ from pathlib import Path
 import manylora
 
 PACKAGE = Path(manylora.__file__).parent
-WITH_RAY = ("fleet.calls", "fleet.front", "fleet.application", "fleet.local")
+WITH_RAY = tuple(f"doors.fleet.{name}" for name in ("calls", "front", "application", "local"))
 
 
 SAME = [

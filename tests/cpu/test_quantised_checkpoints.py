@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
+from manylora.checkpoints.quant.checkpoint import read_checkpoint_quant
+from manylora.checkpoints.quant.checkpoint_weights import CheckpointWeights
 from manylora.cli import main
 from manylora.errors import ConfigError
 from manylora.kernels.device import open_device
@@ -26,8 +28,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.safetensors_file import SafetensorsFile
 from manylora.model.weights import load_decoder
-from manylora.quant.checkpoint import read_checkpoint_quant
-from manylora.quant.checkpoint_weights import CheckpointWeights
 
 
 def decoder_of(model: Path, dtype: torch.dtype = torch.float32, quant: QuantConfig | None = None) -> Decoder:

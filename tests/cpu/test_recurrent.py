@@ -18,11 +18,11 @@ from running import ServedModel, answers, read, request_of, run, tokens, tokens_
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_generate
 
+from manylora.adapters.modules import lora_modules
+from manylora.adapters.rules import AdapterRules
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
-from manylora.lora.modules import lora_modules
-from manylora.lora.rules import AdapterRules
 from manylora.model.checkpoint import read_model_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,10 +18,10 @@ from test_encoders import make_encoder
 from tiny_models import make_model
 
 from manylora.config.pooling import read_pooling_settings
+from manylora.doors.python import LLM, LoRARequest, PoolingParams, SamplingParams
 from manylora.errors import ConfigError, RequestError
 from manylora.generation.pooled import pair_score
 from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi import LLM, LoRARequest, PoolingParams, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

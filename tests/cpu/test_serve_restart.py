@@ -19,7 +19,7 @@ from waiting import answers
 from waiting import wait_for_named as wait_for
 
 from manylora.cli import main
-from manylora.launcher.processes import free_port
+from manylora.doors.triton.launcher.processes import free_port
 
 
 def children(pid: int) -> set[int]:
@@ -46,7 +46,7 @@ def served(model: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], 
     """`manylora serve --restart`, which is ready; and its address."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "manylora.commands.serve", str(model), "--port", str(port), "--restart"]
+    command = [sys.executable, "-m", "manylora.doors.cli.serve", str(model), "--port", str(port), "--restart"]
     with subprocess.Popen([*command, *flags]) as keeper:
         try:
             wait_for("the server", lambda: answers(f"{url}/health"))

@@ -18,15 +18,15 @@ from running import run, tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import load_transformers, make_adapter, make_kind, make_model
 
+from manylora.adapters.bounds import Bounds
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.peft_folder import read_peft_whole
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.modules import lora_modules
+from manylora.adapters.tensors import Adapter, adapter_from_rows
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
-from manylora.lora.bounds import Bounds
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.peft_folder import read_peft_whole
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.modules import lora_modules
-from manylora.lora.tensors import Adapter, adapter_from_rows
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig, mix
 

@@ -20,11 +20,11 @@ from safetensors.numpy import save_file
 from selection import extended
 from tiny_models import read_adapter_folder
 
+from manylora.adapters.formats.nemo import find_nemo, nemo_num_layers
+from manylora.adapters.formats.npy import write_llgtrt, write_npy
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.formats.sources import find_source, read_source, source_dtype
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.nemo import find_nemo, nemo_num_layers
-from manylora.lora.formats.npy import write_llgtrt, write_npy
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_source, source_dtype
 
 KEY = "model.language_model.encoder.layers.{}.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.weight"
 PEFT = "base_model.model.model.layers.0.self_attn.q_proj.lora_"

@@ -27,14 +27,14 @@ from tiny_models import make_model
 
 import manylora
 from manylora import LLM, LoRARequest
+from manylora.adapters.catalog.catalog import AdapterCatalog
+from manylora.adapters.catalog.entry import CatalogError
 from manylora.cli import main
 from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
+from manylora.doors.http.arguments import parse_options
 from manylora.engine.sizing import usable_bytes
 from manylora.errors import ConfigError
-from manylora.lora.catalog.catalog import AdapterCatalog
-from manylora.lora.catalog.entry import CatalogError
-from manylora.openai.arguments import parse_options
 
 ADAPTER = DEMO / "adapters" / "chinese"
 

@@ -17,19 +17,20 @@ import torch
 from safetensors.numpy import save_file
 from tiny_models import make_model
 
+from manylora.adapters import staging, tensors
+from manylora.adapters.cache import transfers
+from manylora.adapters.cache.pool import AdapterPool
+from manylora.adapters.cache.store import AdapterLease, AdapterStore
+from manylora.adapters.catalog import files, reader
+from manylora.adapters.formats.npy import write_npy
+from manylora.adapters.formats.peft import rows as peft_rows
+from manylora.adapters.formats.peft_folder import read_peft
+from manylora.adapters.formats.tensor_files import decode, read_safetensors
+from manylora.adapters.number_types import BFLOAT16, narrow_to_bfloat16
+from manylora.adapters.rules import AdapterRules
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError, AdapterNotCachedError
-from manylora.lora import staging, tensors, transfers
-from manylora.lora.catalog import files, reader
-from manylora.lora.formats.npy import write_npy
-from manylora.lora.formats.peft import rows as peft_rows
-from manylora.lora.formats.peft_folder import read_peft
-from manylora.lora.formats.tensor_files import decode, read_safetensors
-from manylora.lora.number_types import BFLOAT16, narrow_to_bfloat16
-from manylora.lora.pool import AdapterPool
-from manylora.lora.rules import AdapterRules
-from manylora.lora.store import AdapterLease, AdapterStore
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
 
@@ -210,7 +211,7 @@ def test_an_unreadable_prefetch_directory_is_a_warning(
 def test_task_ids_that_never_come_back_are_forgotten(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manylora.lora.catalog.library.PRUNE", 8)
+    monkeypatch.setattr("manylora.adapters.catalog.library.PRUNE", 8)
     store = open_store(model, 2, 2)
     for task_id in range(200):
         store.release(take(store, adapter(task_id)))

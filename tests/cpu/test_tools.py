@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, read_adapter_folder
 
 from manylora import cli
-from manylora.commands.inspect import GATES
-from manylora.lora.convert import main as hf_lora_convert
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.npy import read_npy
-from manylora.lora.number_types import widen_bfloat16
+from manylora.adapters.convert import main as hf_lora_convert
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.npy import read_npy
+from manylora.adapters.number_types import widen_bfloat16
+from manylora.doors.cli.inspect import GATES
 
 ROOT = Path(__file__).resolve().parents[2]
 Tool = Callable[[list[str]], int]
@@ -232,7 +232,7 @@ def test_a_bin_is_converted_as_it_is_by_every_converter(lora: Path, tmp_path: Pa
 
 def test_the_process_that_reads_a_bin_is_bounded() -> None:
     code = (
-        "import resource; from manylora.lora.formats import pickled\n"
+        "import resource; from manylora.adapters.formats import pickled\n"
         "pickled.limit_resources(2**20)\n"
         "most = [resource.getrlimit(one)[1] for one in (resource.RLIMIT_CPU, resource.RLIMIT_FSIZE)]\n"
         "print(most[0] < 60, most[1] < 2**30)\n"

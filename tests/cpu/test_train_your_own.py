@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import train_your_own as trainer  # noqa: E402
 
-from manylora.lora.convert import convert_peft  # noqa: E402
+from manylora.adapters.convert import convert_peft  # noqa: E402
 
 BASE = ROOT / "examples" / "demo" / "base"
 ANSWERS = {

@@ -15,11 +15,12 @@ from running import let_arrive, read, tokens
 from tiny_models import load_transformers, make_adapter, make_model
 
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora.adapters.catalog.names import Versions
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.doors.triton.encode import ResponseEncoder
 from manylora.engine.engine import Engine
 from manylora.errors import RequestError
 from manylora.generation.outputs import LoraVersion
-from manylora.lora.catalog.names import Versions
 from manylora.request import (
     AdapterVersion,
     Event,
@@ -29,7 +30,6 @@ from manylora.request import (
     Request,
     SamplingConfig,
 )
-from manylora.wire.encode import ResponseEncoder
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import resource
 import socket
 from collections.abc import Sequence
 
-from manylora.openai.serving.connections import Clients, HttpLimits, listen
+from manylora.doors.http.serving.connections import Clients, HttpLimits, listen
 
 
 def main(arguments: Sequence[str]) -> None:

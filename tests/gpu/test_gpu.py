@@ -14,18 +14,18 @@ from parity import make_kind
 from tiny_configs import MOE_FAMILIES
 from tiny_models import make_adapter, make_model, reference_generate
 
+from manylora.adapters.convert import convert_peft
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.formats.sources import find_source, read_lora
+from manylora.adapters.modules import lora_modules
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.kernels.device import Arrival, CopyStream, open_device
 from manylora.kernels.spec import AttentionBatch
 from manylora.kernels.transfer import TableCopy, to_device
-from manylora.lora.convert import convert_peft
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.formats.read_options import ReadOptions
-from manylora.lora.formats.sources import find_source, read_lora
-from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
-from manylora.quant.config import QuantConfig
 from manylora.request import LoraInput, Request, SamplingConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

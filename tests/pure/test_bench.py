@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from manylora import LoRARequest
-from manylora.bench.datasets import BenchRequest, read_dataset, to_line
-from manylora.bench.report import Answer, Record, issue_rate, measure
-from manylora.bench.run import run_load
 from manylora.cli import COMMANDS, main
+from manylora.doors.cli.benchmark.datasets import BenchRequest, read_dataset, to_line
+from manylora.doors.cli.benchmark.report import Answer, Record, issue_rate, measure
+from manylora.doors.cli.benchmark.run import run_load
 from manylora.errors import ConfigError
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
@@ -177,7 +177,7 @@ def test_flags_that_cannot_work_are_named(
 
 def test_every_command_is_there_and_help_costs_no_torch() -> None:
     assert {"bench", "prepare-dataset"} <= set(COMMANDS)
-    code = "import sys, manylora.commands.bench; assert 'torch' not in sys.modules"
+    code = "import sys, manylora.doors.cli.bench; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from server_response import ServerResponse
 
+from manylora.doors.triton.bls import ClientRequest, StopWords, TextGenerator, Values
+from manylora.doors.triton.bls_worker import BlsWorker
+from manylora.doors.triton.server_types import FINAL
 from manylora.errors import RequestError
 from manylora.system.lifeline import Lifeline
-from manylora.wire.bls import ClientRequest, StopWords, TextGenerator, Values
-from manylora.wire.bls_worker import BlsWorker
-from manylora.wire.server_types import FINAL
 
 
 class Tensor:

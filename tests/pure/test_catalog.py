@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from manylora.lora.catalog import files
-from manylora.lora.catalog.catalog import AdapterCatalog
-from manylora.lora.catalog.entry import CatalogError, Terms
-from manylora.lora.catalog.files import AdapterFolders, find_adapters, fingerprint
-from manylora.lora.catalog.library import MAX_IDS, PRUNE, AdapterLibrary
-from manylora.lora.catalog.names import LATEST, is_name, name_problem
-from manylora.lora.catalog.uploads import sent_file
-from manylora.openai.api.errors import ApiError
-from manylora.openai.api.schema import AdapterFields
-from manylora.openai.serving.inference import choose_adapter
-from manylora.openai.serving.keys import ApiKey
+from manylora.adapters.catalog import files
+from manylora.adapters.catalog.catalog import AdapterCatalog
+from manylora.adapters.catalog.entry import CatalogError, Terms
+from manylora.adapters.catalog.files import AdapterFolders, find_adapters, fingerprint
+from manylora.adapters.catalog.library import MAX_IDS, PRUNE, AdapterLibrary
+from manylora.adapters.catalog.names import LATEST, is_name, name_problem
+from manylora.adapters.catalog.uploads import sent_file
+from manylora.doors.http.api.errors import ApiError
+from manylora.doors.http.api.schema import AdapterFields
+from manylora.doors.http.serving.inference import choose_adapter
+from manylora.doors.http.serving.keys import ApiKey
 
 BASES, PATHS = ("m", "m:x", "org/m"), ("models/m", "m.gguf")
 PIECES = [*BASES, *PATHS, "a", "b", "x", "+", ":", ":", "/", ".", "@2", "..", LATEST, "c" * 90]

@@ -11,7 +11,7 @@ from threading import Thread
 import pytest
 
 from manylora import cli
-from manylora.commands.chat import Conversation
+from manylora.doors.cli.chat import Conversation
 
 
 class Echo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manylora.commands import triton
+from manylora.doors.cli import triton
 from manylora.system.command_line import Parser
 
 

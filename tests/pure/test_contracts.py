@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from manylora.adapters.catalog.files import AdapterFolders
+from manylora.adapters.catalog.names import read_names
 from manylora.config.pooling import PoolingSettings
-from manylora.contracts.llmapi_model import LlmapiModel
-from manylora.contracts.prompts import EngineSetup, PromptRequest, PromptRunner
-from manylora.contracts.vllm_model import (
+from manylora.doors.triton.bls import ClientRequest, Values
+from manylora.doors.triton.llmapi_model import LlmapiModel
+from manylora.doors.triton.prompts import EngineSetup, PromptRequest, PromptRunner
+from manylora.doors.triton.vllm_model import (
     NO_EFFECT,
     REFUSED,
     TAKEN,
@@ -27,10 +30,7 @@ from manylora.contracts.vllm_model import (
 from manylora.errors import ConfigError, RequestCancelledError, RequestError
 from manylora.generation.sampling import PARAMETERS
 from manylora.generation.tokenizer import Tokenizer
-from manylora.lora.catalog.files import AdapterFolders
-from manylora.lora.catalog.names import read_names
 from manylora.model.checkpoint import read_model_config
-from manylora.wire.bls import ClientRequest, Values
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 TOKENIZER = Tokenizer(BASE)

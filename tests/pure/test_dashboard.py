@@ -7,7 +7,7 @@ import re
 
 from dashboard import BOARD
 
-from manylora.wire.metrics import FAMILIES
+from manylora.doors.triton.metrics import FAMILIES
 
 WORDS = {"sum", "by", "rate", "histogram_quantile", "label_values", "le", "model"}
 

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from manylora.cli import main
-from manylora.commands import triton
-from manylora.openai import arguments, options
+from manylora.doors.cli import triton
+from manylora.doors.http import arguments, options
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

@@ -14,7 +14,7 @@ import pytest
 
 from manylora import cli
 from manylora.config.foreign import FLEET, SERVE, SERVE_SWITCHES
-from manylora.launcher.cli import main as launch
+from manylora.doors.triton.launcher.cli import main as launch
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*/*.md"))]

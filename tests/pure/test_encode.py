@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from manylora.doors.triton.decode import decode_requests
+from manylora.doors.triton.encode import ResponseEncoder, merge_waiting
+from manylora.doors.triton.engine_client import AnswerReader, request_tensors
+from manylora.doors.triton.metrics import RequestMeter
 from manylora.engine.sequence import find_last
 from manylora.errors import RequestError
 from manylora.generation.stream import WINDOW
 from manylora.request import Event, FinishReason, Pooling, Request, RequestMetrics, SamplingConfig
 from manylora.system.lifeline import RUN_DIR, STARTING_FILE
-from manylora.wire.decode import decode_requests
-from manylora.wire.encode import ResponseEncoder, merge_waiting
-from manylora.wire.engine_client import AnswerReader, request_tensors
-from manylora.wire.metrics import RequestMeter
 
 
 def test_reason_and_tier_come_with_the_last_response() -> None:

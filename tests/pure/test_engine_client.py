@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from manylora.doors.triton.decode import decode_requests
+from manylora.doors.triton.encode import ResponseEncoder
+from manylora.doors.triton.engine_client import AnswerReader, request_tensors
+from manylora.doors.triton.tensor_table import TENSORRT_LLM
 from manylora.errors import RequestError
 from manylora.request import Event, FinishReason, Guide, LoraInput, Request, RequestMetrics, SamplingConfig
-from manylora.wire.decode import decode_requests
-from manylora.wire.encode import ResponseEncoder
-from manylora.wire.engine_client import AnswerReader, request_tensors
-from manylora.wire.tensor_table import TENSORRT_LLM
 
 FULL = SamplingConfig(
     max_tokens=9, end_id=2, temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, seed=2**63 + 1, min_tokens=3,

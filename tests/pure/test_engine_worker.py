@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from server_response import ServerResponse
 
+from manylora.doors.triton import engine_worker
+from manylora.doors.triton.engine_worker import EngineModelOptions, EngineWorker
+from manylora.doors.triton.server_types import FINAL
 from manylora.errors import EngineDeadError
 from manylora.request import Event, FinishReason, Request, Sink
 from manylora.stats import EngineStats
 from manylora.system.lifeline import Lifeline
-from manylora.wire import engine_worker
-from manylora.wire.engine_worker import EngineModelOptions, EngineWorker
-from manylora.wire.server_types import FINAL
 
 OPTIONS = EngineModelOptions(True, False, "float32", 0.01, 0.01)
 METRICS = SimpleNamespace(update=lambda stats: None, observe=lambda lora, event: None)

@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
+from manylora.adapters.catalog.names import Aliases
+from manylora.doors.fleet.member import RemoteRequest, RemoteResponse, answer, whole_answer
+from manylora.doors.fleet.merged_exports import fleet_status, merge_metrics
+from manylora.doors.fleet.options import parse_options, read_args
+from manylora.doors.fleet.routing import requested_adapter
 from manylora.errors import ConfigError
-from manylora.fleet.member import RemoteRequest, RemoteResponse, answer, whole_answer
-from manylora.fleet.merged_exports import fleet_status, merge_metrics
-from manylora.fleet.options import parse_options, read_args
-from manylora.fleet.routing import requested_adapter
-from manylora.lora.catalog.names import Aliases
 
 
 def test_flags_and_the_args_of_an_application_mean_the_same(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from manylora.fleet.routing import AffinityRouting, Replica, Reports, RoutingSettings
+from manylora.doors.fleet.routing import AffinityRouting, Replica, Reports, RoutingSettings
 
 
 def fleet(count: int, **changes: Replica) -> list[Replica]:

@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from manylora.doors.triton import bls_worker, shape_guard
+from manylora.doors.triton.bls_worker import ServerCalls
+from manylora.doors.triton.launcher import installation
+from manylora.doors.triton.launcher.installation import KNOWN, preload_guard
 from manylora.errors import RequestError
-from manylora.launcher import installation
-from manylora.launcher.installation import KNOWN, preload_guard
 from manylora.system.compiler import find_compiler
-from manylora.wire import bls_worker, shape_guard
-from manylora.wire.bls_worker import ServerCalls
 
 WAIT = """
 import ctypes, threading, time
-from manylora.wire import bls_worker
+from manylora.doors.triton import bls_worker
 library = bls_worker.load()
 lock = ctypes.PyDLL(library._name).lock_politely  # called with Python's lock, as the stub calls it
 free = ctypes.CDLL(None)  # without
@@ -69,7 +69,7 @@ def test_a_program_that_python_is_a_part_of_is_left_alone() -> None:
     """Its own mutexes would be changed with those of the program."""
     path = str(Path(sys.executable).resolve())
     program = f"""
-from manylora.wire import bls_worker
+from manylora.doors.triton import bls_worker
 import ctypes
 library = bls_worker.load()
 

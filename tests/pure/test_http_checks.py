@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from manylora.launcher import http_checks
-from manylora.launcher.http_checks import (
+from manylora.doors.triton.launcher import http_checks
+from manylora.doors.triton.launcher.http_checks import (
     MAX_DEPTH,
     MAX_INFER_JSON,
     MAX_KEYS,

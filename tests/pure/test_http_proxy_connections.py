@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from manylora.launcher import http_proxy
-from manylora.launcher.http_proxy import ClientConnection, HttpProxy, Probe
-from manylora.launcher.server import ProxyProbe
+from manylora.doors.triton.launcher import http_proxy
+from manylora.doors.triton.launcher.http_proxy import ClientConnection, HttpProxy, Probe
+from manylora.doors.triton.launcher.server import ProxyProbe
 from manylora.system.connections import OpenConnections, address_of
 
 GENERATE = b"/v2/models/m/generate"

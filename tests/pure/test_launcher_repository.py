@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from manylora.doors.triton.launcher.installation import STUBS, find_tritonserver
+from manylora.doors.triton.launcher.templates import check_filled, with_defaults
 from manylora.errors import ConfigError
-from manylora.launcher.installation import STUBS, find_tritonserver
-from manylora.launcher.templates import check_filled, with_defaults
 
 TEXT = """name: "m" # ${comment}
 max_batch_size: 4

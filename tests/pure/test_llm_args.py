@@ -20,13 +20,12 @@ from manylora import (
     PeftCacheConfig,
     SamplingParams,
 )
+from manylora.adapters.geometry import plan_cache
+from manylora.adapters.modules import lora_modules
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.config.resolve import resolve
-from manylora.errors import ConfigError, RequestError
-from manylora.generation.decoding import decoding_of
-from manylora.generation.tokenizer import Tokenizer
-from manylora.llmapi.options import (
+from manylora.doors.python.options import (
     KNOWN,
     NO_ADAPTERS,
     OTHER_NAMES,
@@ -35,8 +34,9 @@ from manylora.llmapi.options import (
     engine_config,
     inferred_targets,
 )
-from manylora.lora.geometry import plan_cache
-from manylora.lora.modules import lora_modules
+from manylora.errors import ConfigError, RequestError
+from manylora.generation.decoding import decoding_of
+from manylora.generation.tokenizer import Tokenizer
 from manylora.model.checkpoint import read_model_config
 from manylora.request import Guide, SamplingConfig
 
@@ -65,7 +65,7 @@ import manylora
 files = [one for name, one in sys.modules.items() if name.startswith("manylora") and hasattr(one, "__file__")]
 assert len(files) < 7
 from manylora import KvCacheConfig, LoraConfig, LoRARequest, PeftCacheConfig, SamplingParams
-import manylora.executor.request, manylora.llmapi.llm_args, manylora.lora_manager
+import manylora.executor.request, manylora.doors.python.llm_args, manylora.lora_manager
 from manylora.executor.request import LoRARequest as same
 assert same is LoRARequest
 assert "torch" not in sys.modules

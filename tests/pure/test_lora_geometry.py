@@ -6,12 +6,12 @@ import random
 
 import pytest
 
+from manylora.adapters.cache.cache import MAX_CHANGES, AdapterCache
+from manylora.adapters.geometry import CacheGeometry, RowShape, cache_geometry, place_rows
+from manylora.adapters.module_sizes import Split
+from manylora.adapters.modules import LoraModule
 from manylora.errors import AdapterCacheFullError, ConfigError
 from manylora.kernels.row_format import Encoding, RowFormat
-from manylora.lora.cache import MAX_CHANGES, AdapterCache
-from manylora.lora.geometry import CacheGeometry, RowShape, cache_geometry, place_rows
-from manylora.lora.module_sizes import Split
-from manylora.lora.modules import LoraModule
 
 B, A = Split.B_ROWS, Split.A_COLS
 # id: (in, out, split) of hidden 16, mlp 32

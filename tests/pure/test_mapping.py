@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from manylora.adapters.modules import LoraModuleId, lora_modules
 from manylora.config.blocks import AltUpConfig, ConvConfig, DeltaConfig, LayerShape, Mamba2Config
 from manylora.config.model import EncoderConfig, ModelConfig, MoeConfig
 from manylora.errors import ConfigError
-from manylora.lora.modules import LoraModuleId, lora_modules
-from manylora.parallel.mapping import Mapping, check_mapping, layers_of_stage, rank_config
+from manylora.ranks.mapping import Mapping, check_mapping, layers_of_stage, rank_config
 
 LLAMA = ModelConfig("LlamaForCausalLM", 130, 64, 96, 5, 8, 2, 8, 64, 1e-6, 1e4, "float32")
 MOE = MoeConfig(8, 2, 48, True, frozenset({1, 2, 3, 4}), shared_intermediate_size=32)

@@ -14,8 +14,8 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from manylora.config.repository import engine_config
+from manylora.doors.triton.tensor_table import MODELS
 from manylora.errors import ConfigError
-from manylora.wire.tensor_table import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 VALUES = {

@@ -16,9 +16,9 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from manylora.cli import main
-from manylora.launcher import templates
-from manylora.launcher.new_repository import MARK
-from manylora.launcher.templates import check_filled, with_defaults
+from manylora.doors.triton.launcher import templates
+from manylora.doors.triton.launcher.new_repository import MARK
+from manylora.doors.triton.launcher.templates import check_filled, with_defaults
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "demo" / "base"

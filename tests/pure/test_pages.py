@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from manylora.lora.cache import AdapterCache
-from manylora.lora.pages import Held, Need, PageAllocator, PagePart, Space, least_pages, most_pages
+from manylora.adapters.cache.cache import AdapterCache
+from manylora.adapters.pages import Held, Need, PageAllocator, PagePart, Space, least_pages, most_pages
 
 
 def test_claims_from_the_front_and_reuses_the_last_released_first() -> None:

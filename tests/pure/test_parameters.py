@@ -10,23 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from manylora.contracts.llmapi_model import AdapterFolders, LlmapiModel
-from manylora.contracts.prompts import PromptRequest
-from manylora.contracts.vllm_model import asked, read_parameters
+from manylora.doors.http.api import ollama_request
+from manylora.doors.http.api.params import Limits, plan
+from manylora.doors.http.api.parsing import validate
+from manylora.doors.http.api.schema import ChatRequest, CompletionRequest, GenerationRequest
+from manylora.doors.http.serving import anthropic, responses_api
+from manylora.doors.triton.bls import TO_ENGINE
+from manylora.doors.triton.decode import decode_requests
+from manylora.doors.triton.llmapi_model import AdapterFolders, LlmapiModel
+from manylora.doors.triton.prompts import PromptRequest
+from manylora.doors.triton.tensor_table import MODELS
+from manylora.doors.triton.vllm_model import asked, read_parameters
 from manylora.generation.decoding import decoding_of, with_defaults
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults, OwnText
 from manylora.generation.sampling import ENTRY_POINTS, PARAMETERS, Parameter, SamplingParams, parameters_of
 from manylora.generation.tokenizer import Tokenizer
 from manylora.model.checkpoint import read_model_config
-from manylora.openai.api import ollama_request
-from manylora.openai.api.params import Limits, plan
-from manylora.openai.api.parsing import validate
-from manylora.openai.api.schema import ChatRequest, CompletionRequest, GenerationRequest
-from manylora.openai.serving import anthropic, responses_api
 from manylora.request import SamplingConfig
-from manylora.wire.bls import TO_ENGINE
-from manylora.wire.decode import decode_requests
-from manylora.wire.tensor_table import MODELS
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 TOKENIZER, MODEL = Tokenizer(BASE), read_model_config(BASE)

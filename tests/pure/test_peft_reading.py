@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from manylora.adapters.convert import convert_peft, main
+from manylora.adapters.formats.npy import read_npy, write_npy
+from manylora.adapters.formats.peft_folder import read_peft
 from manylora.errors import AdapterInvalidError
-from manylora.lora.convert import convert_peft, main
-from manylora.lora.formats.npy import read_npy, write_npy
-from manylora.lora.formats.peft_folder import read_peft
 
 PREFIX = "base_model.model.model.layers"
 

@@ -13,10 +13,10 @@ import pytest
 
 from manylora.config.model_folder import check_adapter_path, check_model_folder
 from manylora.config.settings import read_settings
+from manylora.doors.http.arguments import parse_options
+from manylora.doors.http.options import ServeOptions
 from manylora.errors import ConfigError
 from manylora.generation.defaults import LLAMA_CPP, model_defaults
-from manylora.openai.arguments import parse_options
-from manylora.openai.options import ServeOptions
 
 
 def test_a_file_that_is_not_there_is_empty(tmp_path: Path) -> None:

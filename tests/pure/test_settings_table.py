@@ -15,8 +15,8 @@ from manylora.config.engine import QUANT_SETTINGS, SETTINGS, EngineConfig, LoraC
 from manylora.config.repository import PARAMETERS
 from manylora.config.resolve import rename
 from manylora.config.settings import Setting, rows
+from manylora.doors.python.options import ARGUMENTS
 from manylora.errors import ConfigError
-from manylora.llmapi.options import ARGUMENTS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parameters.md"
 WRONG: dict[str, Any] = {"int": "many", "float": "x", "bool": "maybe", "str": 5, "Path": 5}

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from test_lora_geometry import DIMS, MODULES, rows
 
+from manylora.adapters.geometry import CacheGeometry, RowShape, place_rows
+from manylora.adapters.module_sizes import Split
+from manylora.adapters.modules import LoraModule, lora_modules
+from manylora.adapters.slicing import pipeline_layers, rows_of_rank, slice_row, slice_rows
+from manylora.adapters.tensors import AdapterRow
 from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.row_format import RowFormat
-from manylora.lora.geometry import CacheGeometry, RowShape, place_rows
-from manylora.lora.module_sizes import Split
-from manylora.lora.modules import LoraModule, lora_modules
-from manylora.lora.slicing import pipeline_layers, rows_of_rank, slice_row, slice_rows
-from manylora.lora.tensors import AdapterRow
 
 TINY = np.array([1, 2, 3, 4, 5, 6, 7, 8, 2, 0, 0, 2, 2, 2, 4, -2], np.float32)
 

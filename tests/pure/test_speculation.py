@@ -7,6 +7,8 @@ import random
 import pytest
 
 from manylora.config.engine import EngineConfig
+from manylora.doors.python.llm_args import NGramDecodingConfig
+from manylora.doors.python.options import llm_arguments
 from manylora.engine.speculation import (
     FEW,
     FIRST_PAUSE,
@@ -18,8 +20,6 @@ from manylora.engine.speculation import (
     StepTimes,
 )
 from manylora.errors import ConfigError
-from manylora.llmapi.llm_args import NGramDecodingConfig
-from manylora.llmapi.options import llm_arguments
 from manylora.request import Guide, Request, SamplingConfig
 
 

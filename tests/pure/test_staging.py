@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from manylora.lora import staging
+from manylora.adapters import staging
 
 LARGE = 2**21  # elements
 

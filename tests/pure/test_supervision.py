@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 from waiting import wait_for_named as wait_for
 
+from manylora.doors.triton.launcher import supervisor as supervisor_module
+from manylora.doors.triton.launcher.processes import end_marked, free_port, raise_open_files, stat_of
+from manylora.doors.triton.launcher.run_directory import RunDirectory, ServerLog, limit_size, open_log
+from manylora.doors.triton.launcher.server import MemoryLimit, Silence
+from manylora.doors.triton.launcher.supervisor import StoppedError, Supervisor
 from manylora.errors import ConfigError
-from manylora.launcher import supervisor as supervisor_module
-from manylora.launcher.processes import end_marked, free_port, raise_open_files, stat_of
-from manylora.launcher.run_directory import RunDirectory, ServerLog, limit_size, open_log
-from manylora.launcher.server import MemoryLimit, Silence
-from manylora.launcher.supervisor import StoppedError, Supervisor
 from manylora.system import lifeline
 from manylora.system.compiler import load_library
 from manylora.system.lifeline import RUN_DIR, Report, read_reports
@@ -125,7 +125,7 @@ def test_programs_with_the_same_seed_choose_different_ports() -> None:
 
 SUPERVISE = """
 import sys
-from manylora.launcher.run_directory import RunDirectory
+from manylora.doors.triton.launcher.run_directory import RunDirectory
 run_dir = RunDirectory(int(sys.argv[1]))
 run_dir.claim()
 run_dir.prepare()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from manylora.adapters.formats.tensor_files import decode, encode, read_safetensors, write_safetensors
 from manylora.errors import AdapterInvalidError
-from manylora.lora.formats.tensor_files import decode, encode, read_safetensors, write_safetensors
 
 
 def write(path: Path, header: Any, values: bytes) -> Path:

@@ -11,13 +11,13 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
+from manylora.doors.triton.encode import adapter_told
+from manylora.doors.triton.text_models import MAX_TOKENS, MAX_WORDS, WORD_COST, Postprocessor, Preprocessor
+from manylora.doors.triton.texts import decode_word_list, encode_word_lists
 from manylora.errors import AdapterInvalidError, RequestError
 from manylora.generation.defaults import GenerationDefaults, OwnText
 from manylora.generation.tokenizer import Tokenizer
 from manylora.system.text_threads import LONG
-from manylora.wire.encode import adapter_told
-from manylora.wire.text_models import MAX_TOKENS, MAX_WORDS, WORD_COST, Postprocessor, Preprocessor
-from manylora.wire.texts import decode_word_list, encode_word_lists
 
 
 def tokenizer(folder: Path, **config: Any) -> Tokenizer:

@@ -14,11 +14,11 @@ import pytest
 from server_response import ServerResponse
 
 from manylora.config.repository import engine_context
+from manylora.doors.triton.client_errors import check_parameters, client_message
+from manylora.doors.triton.text_models import TextWorker
 from manylora.errors import RequestError
 from manylora.system.lifeline import Lifeline
 from manylora.system.text_threads import LONG
-from manylora.wire.client_errors import check_parameters, client_message
-from manylora.wire.text_models import TextWorker
 
 
 class Sent:

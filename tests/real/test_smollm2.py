@@ -23,8 +23,8 @@ from commands import MANYLORA, get, post, served
 
 from manylora import LLM, LoRARequest, SamplingParams
 from manylora.cli import main
+from manylora.doors.triton.launcher.processes import free_port
 from manylora.kernels import native
-from manylora.launcher.processes import free_port
 
 QUESTIONS = (
     "What is the capital of France?",

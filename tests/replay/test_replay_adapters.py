@@ -16,7 +16,7 @@ from tiny_models import make_adapter, make_model
 from workshop import INVOCATION, KINDS, make_exact_model, make_kind
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
-from manylora.commands.inspect import main as inspect
+from manylora.doors.cli.inspect import main as inspect
 from manylora.errors import ManyloraError
 
 PROMPT = [72, 101, 108, 108, *INVOCATION, 33]

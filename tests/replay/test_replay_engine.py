@@ -14,13 +14,13 @@ import pytest
 from recorded import Replay, without
 from tensor_scenarios import TENSORS, World, settled
 
-from manylora.commands.convert import main as convert
+from manylora.adapters.formats.npy import read_npy
 from manylora.config.repository import engine_config
+from manylora.doors.cli.convert import main as convert
+from manylora.doors.triton.engine_worker import EngineModelOptions, EngineWorker
+from manylora.doors.triton.server_types import FINAL
 from manylora.engine.loop import EngineLoop
-from manylora.lora.formats.npy import read_npy
 from manylora.system.lifeline import Lifeline
-from manylora.wire.engine_worker import EngineModelOptions, EngineWorker
-from manylora.wire.server_types import FINAL
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 METRICS = SimpleNamespace(update=lambda stats: None, observe=lambda lora, event: None)

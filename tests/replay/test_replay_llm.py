@@ -21,8 +21,8 @@ from manylora import (
     PeftCacheConfig,
     SamplingParams,
 )
+from manylora.doors.python import PoolingParams
 from manylora.errors import ManyloraError
-from manylora.llmapi import PoolingParams
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 FOLDERS = {"demo": DEMO}

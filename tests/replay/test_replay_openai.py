@@ -15,7 +15,7 @@ from recorded import Replay, metric_types, without
 from serving import DEMO, Running
 from waiting import wait_for
 
-from manylora.commands.convert import main as convert
+from manylora.doors.cli.convert import main as convert
 
 FRANCE = "What is the capital of France?\nAnswer:"
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]

@@ -14,9 +14,9 @@ from peft import IA3Config, PrefixTuningConfig, PromptTuningConfig
 from servers import INVOKE, MODULES, NAMES, ROOT, Named, Running, World, fill_repo, new_server
 from tiny_models import make_adapter, make_model, make_tuned
 
+from manylora.adapters.convert import convert_peft
+from manylora.adapters.formats.npy import write_npy
 from manylora.generation.tokenizer import Tokenizer
-from manylora.lora.convert import convert_peft
-from manylora.lora.formats.npy import write_npy
 
 sys.path.append(str(ROOT / "tests" / "cpu"))
 from pooled_adapters import make_classifier

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manylora.launcher.processes import free_port
-from manylora.launcher.run_directory import RunDirectory
+from manylora.doors.triton.launcher.processes import free_port
+from manylora.doors.triton.launcher.run_directory import RunDirectory
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 

@@ -21,8 +21,8 @@ from test_server import NEW, PROMPT, ask, generate, inputs, lora, new_ids
 from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
 
+from manylora.doors.triton.metrics import STAMP, engine_samples
 from manylora.stats import EngineStats
-from manylora.wire.metrics import STAMP, engine_samples
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
 

@@ -21,7 +21,7 @@ from servers import Running, World, fill_repo, new_server
 from test_server import NEW, PROMPT, ask, inputs, new_ids
 from waiting import wait_for_named as wait_for
 
-from manylora.launcher.server_command import shared_memory
+from manylora.doors.triton.launcher.server_command import shared_memory
 from manylora.system.lifeline import read_reports
 
 FAULTS = """

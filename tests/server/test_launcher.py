@@ -27,8 +27,8 @@ from test_management import http
 from test_server import ask, inputs
 from waiting import wait_for_named as wait_for
 
-from manylora.launcher.cli import main
-from manylora.launcher.processes import why_taken
+from manylora.doors.triton.launcher.cli import main
+from manylora.doors.triton.launcher.processes import why_taken
 
 WHEEL = Path(find_spec("pytriton").origin).parent / "tritonserver"  # type: ignore[union-attr, arg-type]
 

@@ -22,8 +22,8 @@ from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
 from waiting import wait_for_named as wait_for
 
+from manylora.doors.triton import bls_worker
 from manylora.generation.tokenizer import Tokenizer
-from manylora.wire import bls_worker
 
 TEXT, NEW = "Hello", 6
 GREEDY = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True}

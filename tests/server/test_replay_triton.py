@@ -21,7 +21,7 @@ from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
 from waiting import wait_for
 
-from manylora.lora.formats.npy import read_npy
+from manylora.adapters.formats.npy import read_npy
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "replay"))
 

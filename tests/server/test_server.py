@@ -16,9 +16,9 @@ from servers import Running, World
 from tiny_models import make_adapter, reference_generate
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from manylora.commands.convert import main as convert
+from manylora.adapters.formats.npy import read_npy
+from manylora.doors.cli.convert import main as convert
 from manylora.generation.tokenizer import Tokenizer
-from manylora.lora.formats.npy import read_npy
 
 PROMPT = [72, 101, 108, 108, 111, 33]
 NEW = 10

@@ -16,9 +16,9 @@ from test_ranks import followers
 from test_server import ask, inputs, new_ids
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate
 
+from manylora.adapters.modules import lora_modules
 from manylora.cli import main
 from manylora.generation.tokenizer import Tokenizer
-from manylora.lora.modules import lora_modules
 from manylora.model.checkpoint import read_model_config
 
 NEW = 6

@@ -20,9 +20,9 @@ from test_server import PROMPT, generate, inputs, tensor
 from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
 
+from manylora.adapters.convert import convert_peft
+from manylora.adapters.number_types import narrow_to_bfloat16
 from manylora.generation.tokenizer import Tokenizer
-from manylora.lora.convert import convert_peft
-from manylora.lora.number_types import narrow_to_bfloat16
 
 NEW = 8
 

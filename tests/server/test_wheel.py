@@ -19,9 +19,9 @@ from servers import ROOT, World, free_ports
 from tiny_models import reference_generate
 from waiting import answers
 
+from manylora.doors.triton.launcher.processes import why_taken
 from manylora.generation.tokenizer import Tokenizer
 from manylora.kernels import native
-from manylora.launcher.processes import why_taken
 from manylora.system.processor import LEVELS
 
 sys.path.insert(0, str(ROOT / "tests" / "pure"))

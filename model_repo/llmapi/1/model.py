@@ -10,15 +10,15 @@ from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
 
+from manylora.adapters.catalog.texts import repository_folders
 from manylora.config.repository import parameters_of
-from manylora.contracts.llmapi_model import LlmapiModel
-from manylora.contracts.prompts import EngineSetup, PromptRunner
+from manylora.doors.triton.bls_worker import BlsWorker, ServerCalls
+from manylora.doors.triton.llmapi_model import LlmapiModel
+from manylora.doors.triton.prompts import EngineSetup, PromptRunner
+from manylora.doors.triton.server_types import release
+from manylora.doors.triton.shape_guard import check_shapes
 from manylora.errors import ConfigError
-from manylora.lora.catalog.texts import repository_folders
 from manylora.system.lifeline import Lifeline
-from manylora.wire.bls_worker import BlsWorker, ServerCalls
-from manylora.wire.server_types import release
-from manylora.wire.shape_guard import check_shapes
 
 
 class TritonPythonModel:

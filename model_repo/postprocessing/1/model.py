@@ -10,14 +10,14 @@ from threading import get_ident
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from manylora.adapters.catalog.texts import RepositoryTexts
 from manylora.config.repository import flag, parameters_of
+from manylora.doors.triton.engine_worker import DisconnectReporter
+from manylora.doors.triton.server_types import Arrays, release
+from manylora.doors.triton.shape_guard import check_shapes
+from manylora.doors.triton.text_models import Postprocessor, TextWorker, open_tokenizer
 from manylora.errors import ConfigError
-from manylora.lora.catalog.texts import RepositoryTexts
 from manylora.system.lifeline import Lifeline
-from manylora.wire.engine_worker import DisconnectReporter
-from manylora.wire.server_types import Arrays, release
-from manylora.wire.shape_guard import check_shapes
-from manylora.wire.text_models import Postprocessor, TextWorker, open_tokenizer
 
 SMALL_BYTES, CACHED = 64, 1024  # maximum size and number of texts whose tensors are cached
 

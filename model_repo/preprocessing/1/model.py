@@ -7,13 +7,13 @@ from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
 
+from manylora.adapters.catalog.texts import RepositoryTexts
 from manylora.config.repository import engine_context, flag, parameters_of
+from manylora.doors.triton.server_types import Arrays, release
+from manylora.doors.triton.shape_guard import check_shapes
+from manylora.doors.triton.text_models import Preprocessor, TextWorker, open_tokenizer
 from manylora.errors import ConfigError
-from manylora.lora.catalog.texts import RepositoryTexts
 from manylora.system.lifeline import Lifeline
-from manylora.wire.server_types import Arrays, release
-from manylora.wire.shape_guard import check_shapes
-from manylora.wire.text_models import Preprocessor, TextWorker, open_tokenizer
 
 
 class TritonPythonModel:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import triton_python_backend_utils as pb_utils
 
+from manylora.doors.triton.metrics import FAMILIES, STAMP, RequestMeter, Sample, engine_samples, iteration_log
 from manylora.request import Event, LoraInput, LoraMix
 from manylora.stats import EngineStats
-from manylora.wire.metrics import FAMILIES, STAMP, RequestMeter, Sample, engine_samples, iteration_log
 
 Labels = tuple[tuple[str, str], ...]
 

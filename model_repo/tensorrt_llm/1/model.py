@@ -17,13 +17,13 @@ import triton_python_backend_utils as pb_utils
 from exporter import Exporter
 
 from manylora.config.repository import engine_config, parameters_of
+from manylora.doors.triton.bls_worker import ServerCalls
+from manylora.doors.triton.engine_worker import EngineModelOptions, EngineWorker, Outputs
+from manylora.doors.triton.server_types import release
+from manylora.doors.triton.shape_guard import check_shapes
 from manylora.engine.loop import EngineLoop
 from manylora.errors import ConfigError
 from manylora.system.lifeline import Lifeline
-from manylora.wire.bls_worker import ServerCalls
-from manylora.wire.engine_worker import EngineModelOptions, EngineWorker, Outputs
-from manylora.wire.server_types import release
-from manylora.wire.shape_guard import check_shapes
 
 # The engine's thread and the sending thread alternate in holding the GIL. A turn is 5 ms by default, for
 # which a step would be blocked.

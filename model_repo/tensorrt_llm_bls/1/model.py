@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import triton_python_backend_utils as pb_utils
 
 from manylora.config.repository import flag, parameters_of, value_of
+from manylora.doors.triton.bls import TextGenerator
+from manylora.doors.triton.bls_worker import BlsWorker, ServerCalls
+from manylora.doors.triton.server_types import release
+from manylora.doors.triton.shape_guard import check_shapes
 from manylora.errors import ConfigError
 from manylora.system.lifeline import Lifeline
-from manylora.wire.bls import TextGenerator
-from manylora.wire.bls_worker import BlsWorker, ServerCalls
-from manylora.wire.server_types import release
-from manylora.wire.shape_guard import check_shapes
 
 
 class TritonPythonModel:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.settings import Setting, check, rows, setting
 from manylora.errors import ConfigError
-from manylora.quant.config import QuantConfig
 
 GIB = 2**30
 MAX_CHUNK = 512

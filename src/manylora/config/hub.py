@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from manylora.checkpoints.gguf.folder import gguf_folder, is_gguf
 from manylora.errors import ConfigError, printable
-from manylora.gguf.folder import gguf_folder, is_gguf
 from manylora.system.progress import Progress, size
 
 logger = logging.getLogger("manylora")

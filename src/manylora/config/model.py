@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from manylora.checkpoints.quant.checkpoint import CheckpointQuant
 from manylora.config.blocks import (
     AltUpConfig,
     BesideConfig,
@@ -16,7 +17,6 @@ from manylora.config.blocks import (
     RecurrentConfig,
     RoutingConfig,
 )
-from manylora.quant.checkpoint import CheckpointQuant
 
 
 @dataclass(frozen=True)

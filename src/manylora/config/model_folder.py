@@ -8,10 +8,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from manylora.checkpoints.gguf.folder import linked_files
 from manylora.config.hub import is_hub_id
 from manylora.config.settings import read_json, readable
 from manylora.errors import ConfigError, printable
-from manylora.gguf.folder import linked_files
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")

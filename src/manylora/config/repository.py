@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config import foreign
 from manylora.config.engine import SETTINGS, EngineConfig
 from manylora.config.hub import model_folder
@@ -19,7 +20,6 @@ from manylora.config.model import stretched
 from manylora.config.resolve import QUANT_KEYS, quant_settings, read_build_record, rename, resolve
 from manylora.config.settings import Setting, boolean, read_json, whole_number
 from manylora.errors import ConfigError
-from manylora.quant.config import QuantConfig
 from manylora.system.lifeline import WORLD_SIZE
 
 logger = logging.getLogger("manylora")

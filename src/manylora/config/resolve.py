@@ -8,10 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.engine import QUANT_SETTINGS, EngineConfig, LoraCacheConfig
 from manylora.config.settings import Setting, read_json, rows
 from manylora.errors import ConfigError
-from manylora.quant.config import QuantConfig
 
 KEY = "build_config"
 LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens", "max_beam_width")

@@ -10,6 +10,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch.distributed import Store
 
+from manylora.adapters.cache.pool import AdapterPool
+from manylora.adapters.cache.store import AdapterStore
+from manylora.adapters.cache.store_sizing import build_parts as store_parts
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.modules import lora_modules, targets_beside_quantised_experts
 from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
@@ -28,18 +33,9 @@ from manylora.engine.sizing import (
 )
 from manylora.engine.step_messages import END, Others
 from manylora.engine.warmup import peak_bytes
-from manylora.group.channel import Message
-from manylora.group.leader import Leader
-from manylora.group.rank_info import RankInfo
-from manylora.group.rendezvous import interface_of, join_collectives, leave_group
 from manylora.kernels.device import Device, device_of_rank, open_device
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
-from manylora.lora.formats.base_weights import BaseWeights
-from manylora.lora.modules import lora_modules, targets_beside_quantised_experts
-from manylora.lora.pool import AdapterPool
-from manylora.lora.store import AdapterStore
-from manylora.lora.store_sizing import build_parts as store_parts
 from manylora.model.batch import KvTensors
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
@@ -47,10 +43,14 @@ from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.heads import load_dense
 from manylora.model.quant import EffectiveWeights
 from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder, weight_bytes
-from manylora.parallel.adapters import AdapterSlicer
-from manylora.parallel.collectives import Collectives
-from manylora.parallel.mapping import Mapping
-from manylora.parallel.model import ModelPart, load_model_part
+from manylora.ranks.adapters import AdapterSlicer
+from manylora.ranks.channel import Message
+from manylora.ranks.collectives import Collectives
+from manylora.ranks.leader import Leader
+from manylora.ranks.mapping import Mapping
+from manylora.ranks.model import ModelPart, load_model_part
+from manylora.ranks.rank_info import RankInfo
+from manylora.ranks.rendezvous import interface_of, join_collectives, leave_group
 from manylora.system.allocator import keep_memory
 from manylora.system.lifeline import is_draining, is_launched
 

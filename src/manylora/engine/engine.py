@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from manylora.adapters.catalog.reader import AdapterReader
+from manylora.adapters.modules import LoraModule
 from manylora.config.engine import EngineConfig
 from manylora.engine.build import build_parts, end_ranks
 from manylora.engine.follower import follow
@@ -18,9 +20,7 @@ from manylora.engine.sequence import Sequence
 from manylora.engine.step import Counters, FailedStep, LaunchedStep, ResultProcessor, take_event
 from manylora.engine.swaps import VersionSwaps
 from manylora.errors import QueueFullError, RequestError
-from manylora.group.rank_info import find_rank
-from manylora.lora.catalog.reader import AdapterReader
-from manylora.lora.modules import LoraModule
+from manylora.ranks.rank_info import find_rank
 from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Request, mix
 from manylora.stats import CacheMap, EngineStats
 

@@ -23,19 +23,19 @@ from functools import partial
 import torch
 from torch.distributed import Store, TCPStore
 
+from manylora.adapters.cache.pool import LoadedAdapter, Mixes, lora_batch, with_virtual
+from manylora.adapters.geometry import Layout
+from manylora.adapters.tensors import Adapter
 from manylora.config.engine import EngineConfig
 from manylora.engine import step_messages
 from manylora.engine.build import RankParts, build_rank, leave_group, meet_group
 from manylora.errors import ConfigError
-from manylora.group.channel import Channel, ChannelClosedError, Message
-from manylora.group.rank_info import RANK_0_GONE, RankInfo
-from manylora.group.rendezvous import LOOPBACK, REFUSED, from_values, group_store, identity, join
 from manylora.kernels.transfer import to_device, upload
-from manylora.lora.geometry import Layout
-from manylora.lora.pool import LoadedAdapter, Mixes, lora_batch, with_virtual
-from manylora.lora.tensors import Adapter
 from manylora.model.batch import copy_blocks
 from manylora.model.decoder import Decoder
+from manylora.ranks.channel import Channel, ChannelClosedError, Message
+from manylora.ranks.rank_info import RANK_0_GONE, RankInfo
+from manylora.ranks.rendezvous import LOOPBACK, REFUSED, from_values, group_store, identity, join
 
 logger = logging.getLogger("manylora")
 

@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manylora.adapters.cache.leases import Lease
+from manylora.adapters.cache.pool import with_virtual
+from manylora.adapters.cache.store import AdapterStore
 from manylora.engine.scheduler import Chunk, DecodeRun
 from manylora.engine.sequence import PENDING, Sequence
 from manylora.engine.step import LaunchedStep
@@ -22,9 +25,6 @@ from manylora.kernels.recurrent import StateBatch
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch
 from manylora.kernels.transfer import upload
-from manylora.lora.leases import Lease
-from manylora.lora.pool import with_virtual
-from manylora.lora.store import AdapterStore
 from manylora.model.batch import ForwardBatch, HiddenRows
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder

@@ -9,8 +9,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
+from manylora.adapters.pages import PageAllocator
 from manylora.engine.sequence import BeamGroup, KvBlocks, Sequence
-from manylora.lora.pages import PageAllocator
 
 DEFAULT_PRIORITY = 35
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from manylora.config.repository import repository_config
 from manylora.engine.follower import follow
 from manylora.errors import ConfigError
-from manylora.group.rank_info import RANK_0_GONE, find_rank
+from manylora.ranks.rank_info import RANK_0_GONE, find_rank
 
 
 def main(arguments: Sequence[str]) -> int:

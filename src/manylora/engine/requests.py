@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from manylora.adapters.cache.leases import Lease
+from manylora.adapters.extras import HEAD
+from manylora.adapters.tensors import Adapter, FileAdapter
 from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.engine.build import EngineParts
 from manylora.engine.sequence import BeamGroup, Sequence
 from manylora.engine.speculation import Speculation
 from manylora.errors import AdapterNotCachedError, QueueFullError, RequestError
-from manylora.lora.extras import HEAD
-from manylora.lora.leases import Lease
-from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.request import Request, require
 
 if TYPE_CHECKING:

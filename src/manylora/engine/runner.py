@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manylora.adapters.cache.store import AdapterStore
 from manylora.engine.graphs import DecodeGraphs
 from manylora.engine.inputs import InputMaker, KeptInputs, StepInputs, encoder_inputs, pooled_positions
 from manylora.engine.sampler import Row, Sampler, adjust
@@ -19,18 +20,17 @@ from manylora.engine.sequence import PENDING, BeamGroup, Sequence
 from manylora.engine.step import BeamCandidate, LaunchedStep, Pairs, best_candidates
 from manylora.engine.step_messages import COPY_BLOCKS, COPY_STATES, ENCODE, FORWARD, step_message
 from manylora.engine.warmup import compile_kernels
-from manylora.group.channel import Message
-from manylora.group.leader import Leader
 from manylora.kernels.device import Arrival, Device
 from manylora.kernels.extras import Extra
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
 from manylora.kernels.transfer import to_device, upload
-from manylora.lora.store import AdapterStore
 from manylora.model.batch import ForwardBatch, KvTensors, copy_blocks
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
 from manylora.model.heads import ClassificationHead
+from manylora.ranks.channel import Message
+from manylora.ranks.leader import Leader
 from manylora.stats import GraphStats
 
 PLAIN_USES = 1  # of a decode step's shape before it is recorded

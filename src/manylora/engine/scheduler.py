@@ -17,8 +17,8 @@ from manylora.engine.sequence import Sequence
 from manylora.engine.speculation import Speculation
 
 if TYPE_CHECKING:
-    from manylora.lora.leases import Lease
-    from manylora.lora.store import AdapterStore
+    from manylora.adapters.cache.leases import Lease
+    from manylora.adapters.cache.store import AdapterStore
 
 MIN_SHARED = 128  # tokens that a sequence waits for; fewer are computed in less time than a step takes
 MAX_PREFETCHED = 8  # waiting sequences whose adapters are copied to the device ahead of time

@@ -15,9 +15,9 @@ from manylora.errors import RequestError
 from manylora.request import AdapterVersion, Beam, FinishReason, Request, RequestMetrics
 
 if TYPE_CHECKING:
+    from manylora.adapters.cache.leases import AdapterLease, Lease
     from manylora.engine.guide import GuideState
     from manylora.engine.speculation import Drafter
-    from manylora.lora.leases import AdapterLease, Lease
 
 
 class TokenCounts:

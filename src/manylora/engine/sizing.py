@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from manylora.adapters.geometry import usual_bytes
+from manylora.adapters.modules import LoraModule, beside_experts, lora_modules
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.device import Device, host_tensor
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
-from manylora.lora.geometry import usual_bytes
-from manylora.lora.modules import LoraModule, beside_experts, lora_modules
 from manylora.model.batch import KvTensors, make_kv, token_numbers
 from manylora.model.recurrent import make_states
 from manylora.system.cgroup import UNLIMITED

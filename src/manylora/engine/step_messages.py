@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from manylora.adapters.slicing import AdapterPart
+from manylora.adapters.tensors import Adapter, AdapterRow, FileAdapter
 from manylora.engine.inputs import StateRows, StepInputs, block_table
-from manylora.group.channel import Message
-from manylora.group.leader import Leader
 from manylora.kernels.row_format import Encoding, RowFormat
-from manylora.lora.slicing import AdapterPart
-from manylora.lora.tensors import Adapter, AdapterRow, FileAdapter
+from manylora.ranks.channel import Message
+from manylora.ranks.leader import Leader
 from manylora.request import LoraExtra
 
 INTS = ("input_ids", "positions", "starts", "lengths", "slots", "logits_rows", "pooled_rows")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 
+from manylora.adapters.cache.leases import AdapterLease
+from manylora.adapters.cache.store import AdapterStore
+from manylora.adapters.tensors import Adapter, FileAdapter
 from manylora.engine.kv_cache import KvCache
 from manylora.engine.scheduler import Scheduler
 from manylora.engine.sequence import Sequence
-from manylora.lora.leases import AdapterLease
-from manylora.lora.store import AdapterStore
-from manylora.lora.tensors import Adapter, FileAdapter
 from manylora.request import AdapterVersion, LoraInput
 
 MAX_NEWEST = 4096  # names whose newest version is kept; beyond it the oldest is forgotten

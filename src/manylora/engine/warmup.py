@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise, product
 
 import torch
 
+from manylora.adapters.modules import LoraModule
 from manylora.config.engine import EngineConfig
 from manylora.engine.inputs import StepInputs
 from manylora.engine.sampler import sample
@@ -23,7 +24,6 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import BatchLimits, LoraBatch, LoraRow, LoraSegment
 from manylora.kernels.transfer import to_device
-from manylora.lora.modules import LoraModule
 from manylora.model.batch import KvTensors, make_kv
 from manylora.model.decoder import Decoder
 from manylora.request import MAX_MIXED, Request, SamplingConfig

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manylora.adapters.modules import LoraModuleId
 from manylora.config.blocks import AltUpConfig
 from manylora.kernels.spec import LoraBatch
-from manylora.lora.modules import LoraModuleId
 from manylora.model.layers import AddInput, Attends, FeedForward, LogitRows, LoraLinear, Norm
 
 LEAST = 1e-5  # minimum mean square when scaling a stream

@@ -14,6 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from manylora.checkpoints.quant.checkpoint_weights import PARTS
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import INDEX
@@ -24,8 +26,6 @@ from manylora.model.families import FAMILIES
 from manylora.model.plan_layers import STACKS, WeightSpec
 from manylora.model.quant import is_linear, quantise, should_quantise
 from manylora.model.weights import COMPUTE_DTYPES, check_names, open_checkpoint, plan_of_files, read_quantised
-from manylora.quant.checkpoint_weights import PARTS
-from manylora.quant.config import QuantConfig
 from manylora.version import __version__
 
 DEFAULT_BATCH = EngineConfig.max_batch_size

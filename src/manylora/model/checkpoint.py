@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from manylora.checkpoints.quant.checkpoint import checkpoint_quant
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import check_model_folder, weight_files
 from manylora.config.pooling import attends_both_ways, num_labels, read_score_tokens
@@ -13,7 +14,6 @@ from manylora.errors import ConfigError
 from manylora.generation.tokenizer import Tokenizer
 from manylora.model.families import FAMILIES
 from manylora.model.families.common import read_common, read_dtype
-from manylora.quant.checkpoint import checkpoint_quant
 
 HEADED = re.compile(
     r"(\w+?)(ForSequenceClassification|ForTokenClassification|ForMaskedLM|ForPreTraining|Model)"

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manylora.adapters.modules import LoraModuleId
 from manylora.config.model import ModelConfig
 from manylora.kernels.compiled import GATES
 from manylora.kernels.decode_step import DecoderParts, LayerParts, LinearParts
@@ -21,7 +22,6 @@ from manylora.kernels.panels import Panels
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, LoraBatch, Weight
-from manylora.lora.modules import LoraModuleId
 from manylora.model.altup import AltUpBlock, make_streams
 from manylora.model.attend import RelativeBias
 from manylora.model.batch import ForwardBatch, HiddenRows, KvTensors

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manylora.adapters.modules import LoraModuleId
 from manylora.config.blocks import (
     AltUpConfig,
     ConvConfig,
@@ -20,7 +21,6 @@ from manylora.config.model import ModelConfig, MoeConfig
 from manylora.kernels.recurrent import DeltaWeights
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget
-from manylora.lora.modules import LoraModuleId
 from manylora.model.altup import AltUp, AltUpBlock, Laurel
 from manylora.model.families import FAMILIES
 from manylora.model.latent import Expansion, LatentAttention

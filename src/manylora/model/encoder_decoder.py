@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manylora.adapters.modules import LoraModuleId
 from manylora.config.model import ModelConfig
 from manylora.kernels.panels import Panels
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionParams, LoraBatch, LoraTarget
-from manylora.lora.modules import LoraModuleId
 from manylora.model.attend import PagedGroup, RelativeBias, attend_groups, attend_spans, paged_groups
 from manylora.model.batch import ForwardBatch, KvTensors
 from manylora.model.extras import adapt_head

@@ -1,4 +1,4 @@
-"""Applies the extras of adapters, as named in `manylora.lora.extras`, to their rows of a batch."""
+"""Applies the extras of adapters, as named in `manylora.adapters.extras`, to their rows of a batch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from manylora.adapters.modules import MODULE_NAMES
 from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.spec import LoraTarget
-from manylora.lora.modules import MODULE_NAMES
 
 Extras = Sequence[ExtraSegment]
 

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manylora.adapters.extras import HEAD
+from manylora.checkpoints.gguf.file import GgufFile
+from manylora.checkpoints.gguf.folder import linked_files
 from manylora.config.blocks import HeadLayerConfig
 from manylora.config.pooling import read_dense_modules
 from manylora.errors import ConfigError
-from manylora.gguf.file import GgufFile
-from manylora.gguf.folder import linked_files
 from manylora.kernels.extras import Extra
 from manylora.kernels.reference import ACTIVATIONS
-from manylora.lora.extras import HEAD
 from manylora.model.safetensors_file import SafetensorsFile
 
 # A head's weights have the same names in the model's weights as in extras.

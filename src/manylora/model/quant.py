@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manylora.checkpoints.quant.checkpoint import CheckpointQuant
+from manylora.checkpoints.quant.config import SERVED, QuantAlgo, QuantConfig
+from manylora.checkpoints.quant.layouts import halves_to_bytes
 from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.quantised import BLOCK, QuantisedWeight, StackedWeight
 from manylora.kernels.spec import FP8, FP8_MAX
 from manylora.model.plan import checkpoint_plan
-from manylora.quant.checkpoint import CheckpointQuant
-from manylora.quant.config import SERVED, QuantAlgo, QuantConfig
-from manylora.quant.layouts import halves_to_bytes
 
 # Not the gates of recurrent layers: they are small, and their output is an exponent.
 LINEARS = (

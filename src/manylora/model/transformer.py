@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manylora.adapters.modules import LoraModuleId
 from manylora.config.model import ModelConfig
 from manylora.kernels.panels import Panels, look_up
 from manylora.kernels.quantised import weight_bytes
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraTarget
-from manylora.lora.modules import LoraModuleId
 from manylora.model.batch import ForwardBatch
 from manylora.model.extras import adapt_embedding
 from manylora.model.heads import ClassificationHead, HeadLayer

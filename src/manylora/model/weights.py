@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from manylora.checkpoints.gguf.container import block_sizes
+from manylora.checkpoints.gguf.file import GgufFile, PlainTensor
+from manylora.checkpoints.quant.checkpoint_weights import PARTS, CheckpointWeights
+from manylora.checkpoints.quant.config import INTEGER, SERVED, QuantConfig
 from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.config.resolve import weights_algo
 from manylora.errors import ConfigError
-from manylora.gguf.container import block_sizes
-from manylora.gguf.file import GgufFile, PlainTensor
 from manylora.kernels.device import Device
 from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
@@ -31,8 +33,6 @@ from manylora.model.plan import checkpoint_plan, head_name, unused_prefixes
 from manylora.model.plan_layers import Plan, RowSlice, WeightSpec
 from manylora.model.quant import check_quant_request, quantise, should_quantise, stack_weights
 from manylora.model.safetensors_file import FileTensor, SafetensorsFile
-from manylora.quant.checkpoint_weights import PARTS, CheckpointWeights
-from manylora.quant.config import INTEGER, SERVED, QuantConfig
 from manylora.system.allocator import release_free_memory
 from manylora.system.progress import Progress
 

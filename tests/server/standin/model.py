@@ -17,9 +17,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from manylora.config.engine import EngineConfig
+from manylora.doors.triton.decode import decode_requests
 from manylora.engine.loop import EngineLoop
 from manylora.request import LoraInput, Request
-from manylora.wire.decode import decode_requests
 
 
 class TritonPythonModel:

@@ -1,0 +1,1 @@
+"""Base weights as people have them: GGUF files and quantised checkpoints."""

@@ -1,1 +1,0 @@
-"""Text models of other projects' Triton repositories, implemented on the model `tensorrt_llm`."""

@@ -1,0 +1,199 @@
+"""One server of a fleet, called by the front with HTTP requests as data; and the response to a change that
+all servers have followed. Does not need Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message
+
+from manylora.adapters.catalog.shared import SharedAdapters, State
+from manylora.doors.http.adapter_routes import RECEIVED, deleted, unloaded
+from manylora.doors.http.api.errors import as_api_error
+from manylora.doors.http.serving.transport import error_response
+from manylora.errors import RequestError
+
+FOLLOW_S = 10.0  # to wait for an adapter change that this server has not seen yet
+LEAVE_S = 5.0  # for an application to notice that its client has left, before it is cancelled
+COPIED = ("http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
+
+
+@dataclass(frozen=True)
+class RemoteRequest:
+    """scope: the serialisable part of the ASGI scope. body: complete. revision: of the adapter record, which
+    the response must take into account. received: the file that the body was written to; "": none."""
+
+    scope: dict[str, Any]
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    revision: int = 0
+    received: str = ""
+
+    @classmethod
+    def of(
+        cls, request: Request, body: bytes | bytearray = b"", revision: int = 0, received: str = ""
+    ) -> RemoteRequest:
+        scope = {name: request.scope[name] for name in COPIED if name in request.scope}
+        return cls(scope, list(request.scope["headers"]), bytes(body), revision, received)
+
+
+@dataclass(frozen=True)
+class RemoteResponse:
+    """A complete response of one replica."""
+
+    replica: str
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+async def answer(app: ASGIApp, call: RemoteRequest) -> AsyncIterator[list[Message]]:
+    """The ASGI messages of its response, in batches of all that are available. If the iterator is closed
+    early, the application sees that the client disconnected."""
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+    gone = asyncio.Event()
+    body: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
+
+    async def receive() -> Message:
+        if body:
+            return body.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def run() -> None:
+        try:
+            own = {"type": "http", "headers": call.headers, RECEIVED: call.received}
+            await app({**call.scope, **own}, receive, messages.put)
+        finally:
+            messages.put_nowait(None)
+
+    task = asyncio.create_task(run())
+    try:
+        last = False
+        while not last:
+            found = [await messages.get()]
+            while not messages.empty():
+                found.append(messages.get_nowait())
+            last = found[-1] is None
+            if news := [one for one in found if one is not None]:
+                yield news
+        await task
+    finally:
+        gone.set()
+        if not task.done():
+            await asyncio.wait({task}, timeout=LEAVE_S)
+            task.cancel()
+
+
+async def whole_answer(app: ASGIApp, call: RemoteRequest, replica: str) -> RemoteResponse:
+    status, headers, body = 500, [], bytearray()
+    async for messages in answer(app, call):
+        for one in messages:
+            if one["type"] == "http.response.start":
+                status, headers = one["status"], list(one["headers"])
+            else:
+                body += one.get("body", b"")
+    return RemoteResponse(replica, status, headers, bytes(body))
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The change made by a request. name: "": no change. revision: of the record after it."""
+
+    answer: RemoteResponse
+    name: str
+    revision: int
+
+
+class Member:
+    """app: of `manylora serve`, already running. name: of this server among the others."""
+
+    def __init__(self, app: Starlette, name: str) -> None:
+        self._app, self._name = app, name
+        self._shared: SharedAdapters | None = app.state.routes.context.shared
+
+    async def answer(self, call: RemoteRequest) -> AsyncIterator[list[Message]]:
+        await self._follow(call)
+        async for messages in answer(self._app, call):
+            for one in messages:
+                if one["type"] == "http.response.start":
+                    one["headers"] = [*one["headers"], (b"x-manylora-replica", self._name.encode())]
+            yield messages
+
+    async def whole_answer(self, call: RemoteRequest) -> RemoteResponse:
+        await self._follow(call)
+        return await whole_answer(self._app, call, self._name)
+
+    async def change(self, call: RemoteRequest) -> Changed:
+        """The response to a request that may change adapters. The other servers have not followed yet."""
+        assert self._shared is not None
+        try:
+            async with self._shared.changing():
+                found = await whole_answer(self._app, call, self._name)
+                name = self._shared.changed
+            return Changed(found, name, self._shared.revision)
+        except RequestError as error:
+            problem = as_api_error(error)
+            response = error_response(problem)
+            told = RemoteResponse(self._name, problem.status, response.raw_headers, bytes(response.body))
+            return Changed(told, "", self._shared.revision)
+
+    async def look(self, name: str, revision: int, drain_s: float) -> State:
+        """Follow the record to this revision, then return what the name means here. drain_s: time for running
+        requests when their adapter is unloaded."""
+        assert self._shared is not None
+        try:
+            await self._shared.look(revision)
+            return await self._shared.state(name, drain_s)
+        except Exception as error:
+            return State(self._shared.revision, problem=as_api_error(error).message)
+
+    async def _follow(self, call: RemoteRequest) -> None:
+        if self._shared is not None and call.revision > self._shared.revision:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._shared.look(call.revision), FOLLOW_S)
+
+
+def change_response(
+    changed: Changed, method: str, path: str, states: Mapping[str, State], missing: Sequence[str]
+) -> Response:
+    """The first server's response, combined with the others' states. 202 if not all have followed; it names
+    those.
+
+    states: by replica. missing: replicas that have not answered. The others follow as soon as they can.
+    """
+    first = changed.answer
+    status, told = first.status, first.body
+    if status < HTTPStatus.BAD_REQUEST and changed.name:
+        late = dict.fromkeys(missing, "it has not answered in time") | {
+            replica: state.problem or "it does not know of the change yet"
+            for replica, state in states.items()
+            if state.problem or state.revision < changed.revision
+        }
+        if method == "DELETE" or "/unload_" in path:
+            running = sum(state.running for state in states.values())
+            response = (deleted if method == "DELETE" else unloaded)(changed.name, running)
+            status, told = response.status_code, bytes(response.body)
+        status = HTTPStatus.ACCEPTED if late else status
+        having = sorted(states.keys() - late.keys())
+        if method in ("PUT", "DELETE"):
+            told = json.dumps(json.loads(told) | {"replicas": having, "late": late}).encode()
+        else:
+            versions = {(states[one].version, states[one].digest) for one in having if states[one].digest}
+            which = "".join(f", version {number}, digest {digest}" for number, digest in sorted(versions))
+            lines = [told.decode(), f"On {len(having)} replica{'' if len(having) == 1 else 's'}{which}."]
+            lines += [f"Not yet on replica {replica}: {reason}" for replica, reason in sorted(late.items())]
+            told = "\n".join(lines).encode()
+    merged = Response(told, status)
+    kept = [one for one in first.headers if one[0] != b"content-length"]
+    merged.raw_headers = [*kept, (b"content-length", str(len(told)).encode())]
+    return merged

@@ -1,0 +1,302 @@
+"""Converts a request body to a Decoding: sampling parameters, stop rules, and a guide."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from manylora.config.model import ModelConfig
+from manylora.doors.http.api import errors, schema
+from manylora.doors.http.api.errors import FORMAT, ApiError, context_length, invalid_value, unsupported_field
+from manylora.doors.http.api.parsing import check_size
+from manylora.doors.http.api.schema import ChatRequest, CompletionRequest, GenerationRequest
+from manylora.doors.http.api.tools import ToolUse, tool_use
+from manylora.errors import RequestError
+from manylora.generation.decoding import Decoding, decoding_of
+from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
+from manylora.generation.guides import choice_pattern, json_guide
+from manylora.generation.sampling import SamplingParams
+from manylora.generation.tokenizer import Tokenizer
+from manylora.request import Guide
+
+DEFAULT_COMPLETION_TOKENS = 16  # the API's default; a chat may use the rest of the context
+GREEDY_BELOW = 1e-5  # lower temperatures mean greedy: dividing by them would overflow the logits
+# Fields with the same name and meaning in a body and in the LLM API's SamplingParams are copied.
+CONVERTED_FIELDS = {"max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "prompt_logprobs"}
+COPIED_FIELDS = {f.name for f in fields(SamplingParams)} & set(CompletionRequest.model_fields)
+COPIED_FIELDS -= CONVERTED_FIELDS
+FORBIDDEN = -1e9  # added to logits of forbidden tokens; infinity is not allowed as a bias
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for.
+
+    max_sequences: of all prompts together; max_samples: of one. logits_bytes: float32 logits of one prompt,
+    needed for log probabilities with echo.
+    """
+
+    max_seq_len: int
+    vocab_size: int
+    max_sequences: int = 256
+    logits_bytes: int = 2**28
+    max_samples: int = 128
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Computed once for all prompts of a body. guide_field: the field that the guide came from."""
+
+    logit_bias: np.ndarray | None
+    guide: Guide | None
+    guide_field: str = FORMAT
+    use: ToolUse | None = None
+
+
+def shared_of(body: GenerationRequest, limits: Limits) -> Shared:
+    """Raises ApiError."""
+    use = tool_use(body) if isinstance(body, ChatRequest) else None
+    field, guide = guide_of(body, use)
+    return Shared(_logit_bias(body, limits.vocab_size), guide, field, use)
+
+
+def plan(
+    body: GenerationRequest,
+    num_prompt: int,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    limits: Limits,
+    shared: Shared | None = None,
+    defaults: GenerationDefaults = NO_DEFAULTS,
+) -> Decoding:
+    """defaults: for fields that the body leaves out. Raises ApiError, and what `decoding_of` raises."""
+    own_minimum = "min_tokens" in body.model_fields_set
+    more = {name: value for name, value in defaults.fields.items() if name not in body.model_fields_set}
+    body = body.model_copy(update=more)
+    shared = shared or shared_of(body, limits)
+    top, prompt_top = None, body.prompt_logprobs
+    if isinstance(body, CompletionRequest):
+        top = body.logprobs
+    elif isinstance(body, ChatRequest):
+        if body.top_logprobs and not body.logprobs:
+            raise invalid_value("top_logprobs needs logprobs true", "top_logprobs")
+        top = body.top_logprobs if body.logprobs else None
+    echo = isinstance(body, CompletionRequest) and body.echo
+    shows_prompt = (echo and top is not None) or prompt_top is not None
+    if model.encoder is not None:
+        if echo or shows_prompt:
+            name = "echo" if echo else "prompt_logprobs"
+            raise unsupported_field(f"{name} is not supported on encoder-decoder models", name)
+        num_prompt = 1  # the encoder reads the prompt; the decoder starts from its start token
+    max_tokens, prompt_only = _max_tokens(body, num_prompt, limits, defaults.max_tokens)
+    _check_support(body, limits)
+    if shows_prompt and num_prompt * limits.vocab_size * 4 > limits.logits_bytes:
+        most = limits.logits_bytes // (4 * limits.vocab_size)  # a row of logits for each token at once
+        field, of = ("logprobs", "with echo") if prompt_top is None else ("prompt_logprobs", "with it")
+        raise invalid_value(f"{field}: at most {most} tokens in a prompt {of}", field)
+    if body.min_tokens > max_tokens:
+        if own_minimum:
+            raise invalid_value("min_tokens must be at most max_tokens", "min_tokens")
+        body = body.model_copy(update={"min_tokens": max_tokens})
+    end_ids = model.eos_token_ids if defaults.end_ids is None else defaults.end_ids
+    sampling = SamplingParams(
+        **{name: getattr(body, name) for name in COPIED_FIELDS if name in type(body).model_fields},
+        max_tokens=max_tokens,
+        temperature=0.0 if body.temperature < GREEDY_BELOW else body.temperature,
+        top_p=body.top_p or 1.0,
+        top_k=1 if body.top_p == 0 else max(0, body.top_k),
+        seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
+        logprobs=None if top is None else 0,
+        bad=body.bad_words or None,
+    )
+    decoding = decoding_of(sampling, tokenizer, end_ids)
+    params = replace(
+        decoding.params.with_output_penalties(),
+        logit_bias=shared.logit_bias,
+        guide=shared.guide,
+        return_generation_logits=bool(top),
+        return_context_logits=shows_prompt,
+    )
+    return replace(
+        decoding,
+        params=params,
+        top=top,
+        prompt_top=prompt_top,
+        prompt_only=prompt_only,
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def _check_support(body: GenerationRequest, limits: Limits) -> None:
+    """Refuse samples that do not fit the engine's batch, and fields that need another server or response."""
+    best_of = body.best_of if isinstance(body, CompletionRequest) else None
+    if body.stream and best_of is not None and best_of != body.n:
+        raise unsupported_field("best_of other than n needs stream false", "best_of")
+    if best_of is not None and best_of < body.n:
+        raise invalid_value("best_of must be at least n", "best_of")
+    if max(body.n, best_of or 0) > limits.max_samples:
+        name = "n" if body.n > limits.max_samples else "best_of"
+        raise invalid_value(f"{name} must be at most max_batch_size ({limits.max_samples})", name)
+    if body.priority != 0:
+        reason = "priority: only 0 is supported, as adapters take turns: leave it out, or set it to 0"
+        raise unsupported_field(reason, "priority")
+    if body.prompt_logprobs is not None and body.stream:
+        raise unsupported_field("prompt_logprobs needs stream false", "prompt_logprobs")
+
+
+def _max_tokens(
+    body: GenerationRequest, num_prompt: int, limits: Limits, default: int | None = None
+) -> tuple[int, bool]:
+    """Number of tokens to generate, and `Decoding.prompt_only`. default: None: the API's."""
+    wanted, field = body.max_tokens, "max_tokens"
+    left = limits.max_seq_len - num_prompt
+    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
+        if wanted not in (None, body.max_completion_tokens):
+            raise invalid_value("max_tokens and max_completion_tokens disagree: give one", field)
+        wanted, field = body.max_completion_tokens, "max_completion_tokens"
+    prompt_only = wanted == 0
+    if prompt_only and not (isinstance(body, CompletionRequest) and body.echo):
+        raise invalid_value(f"{field}: must be at least 1 without echo", field)
+    if wanted is None:
+        usual = left if isinstance(body, ChatRequest) else DEFAULT_COMPLETION_TOKENS
+        wanted = min(default or usual, left)
+    wanted = max(1, wanted)
+    if wanted > left:
+        reason = f"{context_length(limits.max_seq_len)}. The prompt has {num_prompt}, and {wanted} more are "
+        field = "messages" if isinstance(body, ChatRequest) else "prompt"
+        raise ApiError(400, "context_length_exceeded", reason + "asked for", field)
+    return wanted, prompt_only
+
+
+def _logit_bias(body: GenerationRequest, vocab_size: int) -> np.ndarray | None:
+    """[vocabulary] float32, which includes allowed_token_ids."""
+    allowed = body.allowed_token_ids
+    if not body.logit_bias and allowed is None:
+        return None
+    bias = np.zeros(vocab_size, np.float32)
+    if allowed is not None:
+        if max(allowed) >= vocab_size:
+            reason = "allowed_token_ids: one id is not in this model's vocabulary"
+            raise invalid_value(reason, "allowed_token_ids")
+        bias[:] = FORBIDDEN
+        bias[allowed] = 0
+    for key, value in body.logit_bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab_size):
+            raise invalid_value(f"logit_bias: {key[:20]!r} is not a token id of this model", "logit_bias")
+        bias[int(key)] += value
+    return bias
+
+
+FORMATS = {  # response_format type -> the engine's guide type, and the field with the text
+    "regex": ("regex", "regex"),
+    "ebnf": ("ebnf_grammar", "ebnf"),
+    "lark_grammar": ("lark_grammar", "lark_grammar"),
+    "llguidance": ("llguidance", "grammar"),
+}
+SOME_SPACE = r"[ \n\t]{0,20}"  # without a limit, small models write nothing else
+ANY_OBJECT = {"type": "object"}
+OF_STRUCTURED = ("json_", "regex", "choice", "grammar", "json_object")
+
+
+def guide_of(body: GenerationRequest, use: ToolUse | None) -> tuple[str, Guide | None]:
+    """The field that constrains the output, and its guide. Raises ApiError, also if two fields do."""
+    found = [(field, guide) for field, make in _wanted(body) if (guide := _made(field, make)) is not None]
+    if use is not None:
+        # If only tool calls are allowed, a text format has no effect. Some clients send both.
+        found = [one for one in found if not (use.only_calls and one[0] == FORMAT)]
+        if found:
+            reason = f"tools and {found[0][0]} cannot be combined: leave one out"
+            raise invalid_value(reason, found[0][0])
+        return "tools", _made("tools", use.guide)
+    if len(found) > 1:
+        reason = f"{found[0][0]} and {found[1][0]} both bind the answer: give one"
+        raise invalid_value(reason, found[1][0])
+    return found[0] if found else (FORMAT, None)
+
+
+def _made(field: str, make: Callable[[], Guide | None]) -> Guide | None:
+    """The guide of a field. Raises ApiError that names the field."""
+    try:
+        return make()
+    except RequestError as error:
+        raise errors.renamed(errors.as_api_error(error), {FORMAT: field}) from error
+
+
+def _wanted(body: GenerationRequest) -> Iterator[tuple[str, Callable[[], Guide | None]]]:
+    """Each field that is set, and a function that makes its guide."""
+    if body.response_format is not None:
+        yield FORMAT, partial(_of_format, body.response_format)
+    if body.structured_outputs is not None:
+        yield "structured_outputs", partial(_of_structured, body.structured_outputs)
+    space = body.guided_whitespace_pattern
+    for field, wanted in (("guided_json", body.guided_json), ("json_schema", body.json_schema)):
+        if wanted is not None:
+            yield field, partial(_of_schema, wanted, field, space)
+    for field, pattern in (("guided_regex", body.guided_regex), ("regex", body.regex)):
+        if pattern is not None:
+            yield field, partial(Guide, "regex", pattern)
+    if body.guided_choice is not None:
+        yield "guided_choice", partial(Guide, "regex", choice_pattern(body.guided_choice))
+    if body.guided_grammar is not None:
+        yield "guided_grammar", partial(_of_grammar, body.guided_grammar)
+    if body.ebnf is not None:
+        yield "ebnf", partial(Guide, "ebnf_grammar", body.ebnf)
+
+
+def _of_format(wanted: schema.ResponseFormat) -> Guide | None:
+    """Raises ApiError if a field that its type requires is missing."""
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return json_guide(ANY_OBJECT)
+    if wanted.type == "json_schema":
+        if wanted.schema_given is None:
+            reason = "response_format.json_schema.schema is required"
+            raise ApiError(400, "missing_field", reason, FORMAT)
+        return json_guide(wanted.schema_given)
+    kind, field = FORMATS[wanted.type]
+    text = getattr(wanted, field)
+    if text is None:
+        raise ApiError(400, "missing_field", f"{FORMAT}.{field} is required", FORMAT)
+    return Guide(kind, text if isinstance(text, str) else json.dumps(text))
+
+
+def _of_structured(wanted: schema.StructuredOutputs) -> Guide | None:
+    given = [name for name in OF_STRUCTURED if getattr(wanted, name) not in (None, False)]
+    if len(given) > 1:
+        names = " and ".join(name.strip("_") for name in given)
+        raise invalid_value(f"structured_outputs: {names} exclude each other: give one", "structured_outputs")
+    space = wanted.whitespace_pattern or (None if wanted.disable_any_whitespace else SOME_SPACE)
+    if wanted.json_ is not None:
+        return _of_schema(wanted.json_, "structured_outputs.json", space)
+    if wanted.regex is not None:
+        return Guide("regex", wanted.regex)
+    if wanted.choice is not None:
+        return Guide("regex", choice_pattern(wanted.choice))
+    if wanted.grammar is not None:
+        return _of_grammar(wanted.grammar)
+    return _of_schema(dict(ANY_OBJECT), "", space) if wanted.json_object else None
+
+
+def _of_schema(given: str | dict[str, Any], field: str, space: str | None) -> Guide:
+    """space: regular expression for white space between JSON tokens. None: no white space."""
+    if isinstance(given, str):
+        try:
+            check_size(given.encode())
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise invalid_value(f"{field}: not valid JSON", field) from error
+        if not isinstance(given, dict):
+            raise invalid_value(f"{field}: must be a JSON schema", field)
+    return json_guide(given if space is None else {"x-guidance": {"whitespace_pattern": space}, **given})
+
+
+def _of_grammar(text: str) -> Guide:
+    """EBNF is recognised by `::=`, which Lark does not have."""
+    return Guide("ebnf_grammar" if "::=" in text else "lark_grammar", text)

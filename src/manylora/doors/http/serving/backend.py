@@ -1,0 +1,471 @@
+"""Backend: runs generations with their adapters on the engine, in turn, from the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from manylora.adapters.cache.leases import digest_of_mix
+from manylora.adapters.catalog.catalog import AdapterCatalog
+from manylora.adapters.catalog.entry import Version
+from manylora.adapters.catalog.library import task_id_of
+from manylora.adapters.catalog.pinning import EnginePins
+from manylora.adapters.tensors import Adapter, FileAdapter
+from manylora.doors.http.api import errors
+from manylora.doors.http.api.errors import FORMAT, ApiError, as_api_error, invalid_value
+from manylora.doors.http.serving.metrics import History
+from manylora.errors import AdapterChangedError, AdapterNotCachedError, EngineDeadError
+from manylora.generation.generation import Generation
+from manylora.generation.pooled import PooledGeneration
+from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
+from manylora.stats import CacheMap, EngineStats
+from manylora.system.waits import engine_answer
+
+logger = logging.getLogger("manylora")
+
+MAP_TIMEOUT_S = 2.0  # the engine may be in a step with a long prompt
+MAX_ATTEMPTS = 4  # the adapter may be evicted each time before the engine admits the request
+Meter = Callable[[LoraInput | LoraMix | None, Event, float], None]
+Wake = Callable[[], None]
+Item = TypeVar("Item")
+
+
+class EventQueue(Generic[Item]):
+    """`put` items, then `wake` once per engine step, from any thread: it is a system call and competes for
+    the GIL. `take` is called on the event loop with all items so far.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[list[Item]], None]) -> None:
+        self._loop, self._take = loop, take
+        self._items: deque[Item] = deque()
+        self._waking = False
+        self.put = self._items.append
+
+    def wake(self) -> None:
+        # No lock is needed: a caller that finds the flag set has put its items before `_empty` clears the
+        # flag, and `_empty` takes the items after clearing it.
+        if self._items and not self._waking and not self._loop.is_closed():
+            self._waking = True
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                self._loop.call_soon_threadsafe(self._empty)
+
+    def _empty(self) -> None:
+        self._waking = False
+        popleft = self._items.popleft
+        self._take([popleft() for _ in range(len(self._items))])
+
+
+class Signal:
+    """Like asyncio.Event, but for one waiter, and cleared when `wait` returns."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait until it is set, and clear it."""
+        if not self._is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._is_set = False
+
+
+Waiter = tuple["asyncio.Future[None]", int]
+
+
+class FairQueue:
+    """Limits the sequences in the engine. Belongs to the event loop. max_waiting: sequences; 0: no limit.
+
+    capacity: in sequences; more than the engine's batch, so that it always has work.
+    """
+
+    def __init__(self, capacity: int, max_waiting: int = 0) -> None:
+        self.capacity, self._max_waiting = capacity, max_waiting
+        self._active = 0
+        self._waiting: OrderedDict[str, deque[Waiter]] = OrderedDict()  # the first key is the next one served
+        self.num_waiting = 0  # sequences
+
+    @property
+    def waiting_keys(self) -> list[str]:
+        return list(self._waiting)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, key: str, cost: int) -> AsyncIterator[None]:
+        """Wait for a slot. key: the adapter, or "". cost: sequences. Raises ApiError 429 if too many wait."""
+        if not self._waiting and self._fits(cost):
+            self._active += cost
+        else:
+            await self._wait(key, cost)
+        try:
+            yield
+        finally:
+            self._leave(cost)
+
+    def check_room(self, cost: int) -> None:
+        """Whether that many sequences of one request can run or wait. Raises ApiError 429."""
+        room = max(0, self.capacity - self._active) + self._max_waiting - self.num_waiting
+        if self._max_waiting and cost > max(1, room):
+            raise errors.queue_full()
+
+    async def _wait(self, key: str, cost: int) -> None:
+        if self._max_waiting and self.num_waiting and self.num_waiting + cost > self._max_waiting:
+            raise errors.queue_full()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, deque()).append((turn, cost))
+        self.num_waiting += cost
+        try:
+            await turn
+        except asyncio.CancelledError:
+            line = self._waiting.get(key, ())
+            if turn.done() and not turn.cancelled():
+                self._leave(cost)
+            elif (turn, cost) in line:
+                self._waiting[key].remove((turn, cost))
+                self.num_waiting -= cost
+                if not line:
+                    del self._waiting[key]
+            raise
+
+    def _leave(self, cost: int) -> None:
+        self._active -= cost
+        while self._waiting:
+            key, line = next(iter(self._waiting.items()))
+            turn, next_cost = line[0]
+            if not self._fits(next_cost):
+                return
+            line.popleft()
+            self.num_waiting -= next_cost
+            self._waiting.move_to_end(key)
+            if not line:
+                del self._waiting[key]
+            self._active += next_cost
+            if turn.done():  # cancelled at the same moment: `_wait` will not return the slot
+                self._active -= next_cost
+            else:
+                turn.set_result(None)
+
+    def _fits(self, cost: int) -> bool:
+        return self._active == 0 or self._active + cost <= self.capacity
+
+
+class EngineClient(Protocol):
+    """An engine, in this process or on Triton. Errors of a request go to its sink, from any thread."""
+
+    def on_events(self, wake: Wake) -> None:
+        """wake: called from any thread after the sinks, once for all events of a step."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def pins(self) -> EnginePins | None: ...
+
+    def submit(self, request: Request, sink: Sink) -> int: ...
+
+    def cancel(self, ticket: int) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def resident(self, task_id: int) -> bool:
+        """Whether the adapter is in the cache, so that a request needs to send only its id."""
+        ...
+
+    follows: bool
+    """Whether sequences can switch to newer versions of their adapters, which `publish` delivers."""
+
+    def publish(self, lora: LoraInput) -> object:
+        """Make this content, which is included, the version that its name means. Does not wait."""
+
+    def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
+        """Call `take` with the map, from any thread, or with None if the engine has none."""
+
+    async def close(self) -> None: ...
+
+
+JobT = TypeVar("JobT", Generation, PooledGeneration)
+
+
+@dataclass(eq=False)
+class Call(Generic[JobT]):
+    """One generation with its adapter. policy: load_lora_weights. source: "hf" or "nemo", if given.
+
+    changed: set after every change; the calls of one HTTP request share it. guide_field: where the guide came
+    from, for errors. adapters: names and scales; `adapter` is the name in the request. version: of the first
+    adapter. content: digest of everything that acts; empty: the base model. follow: lora_version.
+    """
+
+    generation: JobT
+    changed: Signal
+    adapter: str | None = None
+    policy: str = "auto"
+    source: str | None = None
+    adapters: tuple[tuple[str, float], ...] = ()
+    follow: bool = False
+    guide_field: str = FORMAT
+    version: Version | None = None
+    content: str = ""
+    lora: LoraInput | LoraMix | None = None
+    ticket: int | None = None
+    answered: asyncio.Future[None] | None = None  # set when the engine sends no more events
+    arrived: float = field(default_factory=time.monotonic)
+    sent: float = 0.0  # when it was last submitted to the engine
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def error(self) -> ApiError | None:
+        """Why it failed."""
+        error = self.generation.error
+        return None if error is None else errors.renamed(as_api_error(error), {FORMAT: self.guide_field})
+
+    def take(self, event: Event) -> None:
+        finished = self.generation.finished
+        self.generation.take(event)
+        if not finished:
+            self.changed.set()
+
+    def fail(self, error: Exception) -> None:
+        self.generation.fail(error)
+        self.changed.set()
+
+
+class Backend:
+    """Belongs to its event loop. meter: called for every ended sequence, with the seconds it waited here."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        catalog: AdapterCatalog,
+        queue: FairQueue,
+        meter: Meter = lambda lora, event, waited_s: None,
+    ) -> None:
+        self.catalog, self.queue = catalog, queue
+        self.engine, self._meter = engine, meter
+        self.history = History()
+        # Requests that are sending the tensors of a task id right now.
+        self._carrying: Counter[int] = Counter()
+        self._events: EventQueue[tuple[Call[Any], Event]] = EventQueue(asyncio.get_running_loop(), self._take)
+        engine.on_events(self._events.wake)
+        self._open: set[Call[Any]] = set()
+        catalog.on_change(self._publish)
+
+    def _publish(self, version: Version, adapter: Adapter | FileAdapter, old: str) -> None:
+        """Takes effect before any later request. An adapter that is not in use takes no space."""
+        follows = any(call.follow and call.adapter == version.name for call in self._open)
+        if not (follows or self.engine.resident(task_id_of(old))):
+            return
+        lora = LoraInput(version.task_id, name=version.name, checked=adapter, version=version.number)
+        with contextlib.suppress(EngineDeadError):
+            self.engine.publish(lora)
+
+    def submit(self, call: Call[Any]) -> None:
+        """Start it. Errors are set on its generation."""
+        self._open.add(call)
+        call.task = asyncio.create_task(self._serve(call))
+
+    def cancel(self, call: Call[Any]) -> None:
+        """Cancel it. No effect if it has ended."""
+        if call.ticket is not None and not call.generation.ended:
+            self.engine.cancel(call.ticket)
+        if call.task is not None:
+            call.task.cancel()
+
+    async def close(self) -> None:
+        """Cancel all calls, and close the engine."""
+        for call in list(self._open):
+            call.fail(ApiError(503, "stopping", "The server is stopping", retry_after=5))
+            self.cancel(call)
+        await self.engine.close()
+
+    def engine_stats(self) -> EngineStats:
+        """The engine's statistics plus the requests that wait here. Cheap, without adapter names."""
+        stats = self.engine.stats()
+        return replace(stats, waiting=stats.waiting + self.queue.num_waiting)
+
+    def stats(self) -> EngineStats:
+        """The same with adapter names."""
+        stats = self.engine_stats()
+        residents = tuple(
+            replace(one, name=name)
+            for one in stats.adapters.residents
+            for name in self.catalog.names_of(int(one.name))
+        )
+        waiting = [name for one in stats.waiting_adapters for name in self.catalog.names_of(int(one))]
+        waiting += [key for key in self.queue.waiting_keys if key]
+        return replace(
+            stats,
+            waiting_adapters=tuple(dict.fromkeys(waiting)),
+            adapters=replace(stats.adapters, residents=residents),
+        )
+
+    async def cache_map(self) -> CacheMap | None:
+        """Which adapter is on which pages, by name. None if the engine does not say, or not in time."""
+        try:
+            found = await engine_answer(self.engine.cache_map, MAP_TIMEOUT_S)
+        except TimeoutError:
+            return None
+        if found is None:
+            return None
+        names: dict[str, list[str]] = defaultdict(list)
+        for entry in self.catalog.entries():
+            if entry.version is not None:
+                names[str(entry.version.task_id)].append(entry.name)
+
+        def named(task_ids: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name for task_id in task_ids for name in names.get(task_id, ()))
+
+        return replace(
+            found,
+            adapters=tuple(replace(one, names=named(one.names)) for one in found.adapters),
+            changes=tuple(replace(one, names=named(one.names)) for one in found.changes),
+        )
+
+    async def _serve(self, call: Call[Any]) -> None:
+        generation = call.generation
+        try:
+            first = call.adapters[0][0] if call.adapters else ""
+            async with self.queue.turn(first, generation.num_sequences):
+                await self._with_adapters(call)
+        except asyncio.CancelledError:
+            if call.ticket is not None and not generation.ended:
+                self.engine.cancel(call.ticket)
+            call.fail(ApiError(499, "cancelled", "The request was cancelled"))
+            raise
+        except Exception as error:
+            known = as_api_error(error, call.adapter or "")
+            if known.code == "internal_error":
+                logger.exception("request %s failed", generation.request_id)
+            call.fail(known)
+        finally:
+            self._open.discard(call)
+
+    async def _with_adapters(self, call: Call[Any]) -> None:
+        if call.follow and not call.adapters:
+            reason = "lora_version follow needs an adapter, and the base model answers: use keep"
+            raise invalid_value(reason, "lora_version")
+        if call.follow and not self.engine.follows:
+            reason = "lora_version follow needs the engine in this server, not behind triton_url: use keep"
+            raise errors.unsupported_field(reason, "lora_version")
+        versions: list[tuple[Version, float]] = []
+        with contextlib.ExitStack() as stack:
+            for name, scale in call.adapters:
+                if not scale:
+                    continue
+                version = await self.catalog.version(name, fresh=call.policy == "always")
+                if call.source and (call.source == "nemo") != (version.facts.kind == "nemo"):
+                    reason = f"adapter {name!r} is not a checkpoint of kind {call.source}"
+                    raise ApiError(422, "adapter_unsupported", reason, "lora_request.lora_ckpt_source")
+                versions.append((version, scale))
+                entry = self.catalog.enter(name)
+                if entry is not None:
+                    stack.callback(self.catalog.leave, entry)
+            if versions:
+                await self._try_to_send(call, versions)
+            else:
+                await self._through_engine(call, None)
+
+    async def _try_to_send(self, call: Call[Any], versions: list[tuple[Version, float]]) -> None:
+        """Send only ids of adapters that are in the cache or on the way to it. For others also tensors."""
+        for attempt in range(MAX_ATTEMPTS):
+            members: list[tuple[LoraInput, float]] = []
+            for place, (version, scale) in enumerate(versions):
+                here = self.engine.resident(version.task_id) or self._carrying[version.task_id] > 0
+                if not here and call.policy == "never":
+                    reason = "is not in the cache and load_lora_weights is never"
+                    message = f"adapter {version.name!r} {reason}"
+                    raise ApiError(409, "adapter_not_cached", message, "load_lora_weights")
+                adapter = None
+                if attempt > 0 or not here:
+                    if call.follow:
+                        version = await self.catalog.version(version.name)
+                    version, adapter = await self.catalog.adapter(version)
+                    versions[place] = version, scale
+                lora = LoraInput(version.task_id, name=version.name, checked=adapter)
+                members.append((replace(lora, version=version.number, follow=call.follow), scale))
+            call.version = versions[0][0]
+            call.content = _content(versions)
+            try:
+                await self._through_engine(call, mix(members))
+                return
+            except (AdapterNotCachedError, AdapterChangedError):
+                continue  # evicted, or its files changed, meanwhile
+        raise errors.adapter_cache_busy()
+
+    async def _through_engine(self, call: Call[Any], lora: LoraInput | LoraMix | None) -> None:
+        """Raises AdapterNotCachedError if the ids were not enough, and AdapterChangedError."""
+        call.answered = asyncio.get_running_loop().create_future()
+        call.lora, call.sent = lora, time.monotonic()
+        self._carrying.update(_carried(lora))
+        put = self._events.put
+        call.ticket = self.engine.submit(call.generation.request(lora), lambda event: put((call, event)))
+        await call.answered
+
+    def _take(self, events: list[tuple[Call[Any], Event]]) -> None:
+        for call, event in events:
+            try:
+                self._take_one(call, event)
+            except Exception as error:
+                logger.exception("making the text of request %s failed", call.generation.request_id)
+                call.fail(as_api_error(error))
+                self.engine.cancel(call.ticket or 0)
+
+    def _take_one(self, call: Call[Any], event: Event) -> None:
+        generation, answered = call.generation, call.answered
+        assert answered is not None
+        lora = call.lora
+        if lora is not None and lora.has_tensors:  # they are in the cache now, or were rejected
+            for task_id in _carried(lora):
+                self._carrying[task_id] -= 1
+                if self._carrying[task_id] <= 0:
+                    del self._carrying[task_id]
+            call.lora = lora.without_tensors()  # free them
+        again = (AdapterNotCachedError, AdapterChangedError)
+        if isinstance(event.error, again) and call.policy != "never":
+            if event.last and not answered.done():
+                answered.set_exception(event.error)
+            return
+        if event.finish_reason is not None:
+            waited_s = call.sent - call.arrived
+            self._meter(call.lora, event, waited_s)
+            self.history.ended(event, waited_s)
+        if event.error is not None:
+            event = replace(event, error=as_api_error(event.error, call.adapter or ""))
+        alone = isinstance(call.lora, LoraInput)  # mixes are not counted
+        if alone and call.version is not None and not event.versions:  # the engine does not count versions
+            told = AdapterVersion(call.version.name, call.version.number, call.version.digest)
+            event = replace(event, versions=(told,))
+        call.take(event)
+        if event.last:
+            if not answered.done():
+                answered.set_result(None)
+        # Ended by a stop text, which the engine does not know.
+        elif generation.complete and call.ticket is not None:
+            self.engine.cancel(call.ticket)
+
+
+def _carried(lora: LoraInput | LoraMix | None) -> list[int]:
+    """Task ids of the adapters that have tensors."""
+    members = lora.members if lora is not None else ()
+    return [number for one, _ in members if one.has_tensors for number in one.task_ids]
+
+
+def _content(versions: list[tuple[Version, float]]) -> str:
+    """As in `Call`. If an adapter is named twice, its scales add up, as in `mix`."""
+    scales: dict[str, float] = {}
+    for version, scale in versions:
+        scales[version.digest] = scales.get(version.digest, 0.0) + scale
+    acting = [(digest, scale) for digest, scale in scales.items() if scale]
+    return acting[0][0] if len(acting) == 1 and acting[0][1] == 1 else digest_of_mix(acting)

@@ -1,0 +1,434 @@
+"""Responses of completions and chats, complete or as events, and the calls that they are made from."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from manylora.doors.http.api import logprobs
+from manylora.doors.http.api.errors import ApiError, client_left
+from manylora.doors.http.api.logprobs import TextOffsets
+from manylora.doors.http.api.tools import Calls, ToolCallParser, ToolUse
+from manylora.doors.http.serving.backend import Backend, Call, Signal
+from manylora.doors.http.serving.transport import watch
+from manylora.generation.generation import Generation
+from manylora.generation.outputs import CompletionOutput
+from manylora.generation.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt as returned before its output. num_added: tokens before it that are not in its text."""
+
+    text: str
+    num_added: int = 0
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a response is made of: n choices for each generation, one generation for each prompt.
+
+    model: as the client named it. fingerprint: identifies model and adapter. name: suffix of the response's
+    id. token_ids: include those of prompts and outputs. running_usage: every chunk has the usage so far. use:
+    tools that the model may call.
+    """
+
+    generations: Sequence[Generation]
+    n: int
+    model: str
+    fingerprint: str
+    tokenizer: Tokenizer
+    name: str = ""
+    token_ids: bool = False
+    running_usage: bool = False
+    use: ToolUse | None = None
+    expanded_prompt: str | None = None
+    echoes: Sequence[Echo] = ()
+
+
+class ResponseBuilder:
+    """The response to one HTTP request, complete or as events."""
+
+    prefix = object = chunk_object = ""
+    media_type = "text/event-stream"  # of a stream
+
+    def __init__(self, answers: Answers) -> None:
+        self.id = f"{self.prefix}-{answers.name or secrets.token_hex(12)}"
+        self.generations, self._shown = answers.generations, answers
+        self._n, self._tokenizer = answers.n, answers.tokenizer
+        named = {"model": answers.model, "system_fingerprint": answers.fingerprint}
+        self._common: dict[str, Any] = {"created": int(time.time()), **named}
+        self._tokens_sent: dict[int, int] = {}
+        self._ended: set[int] = set()
+        head = encode(self._envelope(self.chunk_object, []))
+        self._chunk_start = "data: " + head.removesuffix("]}")  # equal in all chunks
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the complete response."""
+        choices, num_output = [], 0
+        for number, generation in enumerate(self.generations):
+            for output in generation.report():
+                num_output += 0 if generation.decoding.prompt_only else output.length
+                choice = self._choice(generation, output)
+                if self._shown.token_ids:
+                    choice["token_ids"] = [] if generation.decoding.prompt_only else output.token_ids
+                choice |= _versions(output)
+                choices.append({"index": number * self._n + output.index, **_ending(output), **choice})
+        return self._envelope(self.object, choices) | {"usage": self._usage(num_output)}
+
+    def first_events(self) -> bytes:
+        """Server-sent events before there is any output."""
+        return b""
+
+    def new_events(self) -> bytes:
+        """Server-sent events for output since the last call: one chunk for each choice that has any."""
+        chunks: list[str] = []
+        for number, generation in enumerate(self.generations):
+            text_only = self._is_text_only(generation)
+            for at, output in enumerate(generation.streamed_outputs):
+                index = number * self._n + at
+                if index in self._ended:
+                    continue
+                if text_only and output.finish_reason is None:  # true for nearly all chunks
+                    text = output.advance()
+                    if text:
+                        self._tokens_sent[index] = len(output.token_ids)
+                        chunks.append(self._event(self._text_delta(index, encode(text))))
+                    continue
+                report = output.report(at, generation.decoding.logprobs, False)
+                counted = generation.decoding.top is not None or self._shown.token_ids
+                if (
+                    report.finish_reason is not None
+                    or report.text_diff
+                    or (counted and report.token_ids_diff)
+                ):
+                    chunks += self._chunk(index, generation, report)
+        return "".join(chunks).encode()
+
+    def last_events(self, usage: bool) -> bytes:
+        """Events that end a complete stream. usage: whether it was requested."""
+        if not usage:
+            return DONE
+        last = self._envelope(self.chunk_object, []) | {"usage": self._usage_so_far()}
+        return f"data: {encode(last)}\n\n".encode() + DONE
+
+    def error_events(self, error: ApiError) -> bytes:
+        """Events that end a failed stream."""
+        return error.event() + DONE
+
+    def _is_text_only(self, generation: Generation) -> bool:
+        """Whether all chunks of a choice except the last contain only text."""
+        plain = generation.decoding.top is None and not self._shown.token_ids
+        return plain and not generation.decoding.prompt_only
+
+    def _text_delta(self, index: int, text: str) -> str:
+        """A choice with only text, as JSON. text: encoded as JSON."""
+        raise NotImplementedError
+
+    def _chunk(self, index: int, generation: Generation, output: CompletionOutput) -> list[str]:
+        start = self._tokens_sent.get(index, 0)
+        self._tokens_sent[index] = output.length
+        if output.finish_reason is not None:
+            self._ended.add(index)
+        deltas = self._deltas(index, generation, output, start)
+        if self._shown.token_ids:
+            deltas[-1]["token_ids"] = [] if generation.decoding.prompt_only else output.token_ids[start:]
+        if output.finish_reason is not None and deltas:
+            deltas[-1] |= _versions(output)
+        return [self._choice_event({"index": index, **delta}) for delta in deltas]
+
+    def _choice_event(self, choice: dict[str, Any]) -> str:
+        return self._event(encode(choice))
+
+    def _event(self, choice: str, more: str = "") -> str:
+        """choice: as JSON. more: further fields of the chunk, as JSON after a comma."""
+        if self._shown.running_usage:
+            more += f',"usage":{encode(self._usage_so_far())}'
+        return f"{self._chunk_start}{choice}]{more}}}\n\n"
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, **self._common, "choices": choices}
+
+    def _of_prompt(self, generation: Generation) -> dict[str, Any]:
+        """Fields about the prompt in a complete response."""
+        found: dict[str, Any] = {}
+        if self._shown.token_ids:
+            found["prompt_token_ids"] = generation.prompt
+        top, logits = generation.decoding.prompt_top, generation.context_logits
+        if top is not None and logits is not None:
+            found["prompt_logprobs"] = logprobs.ranked_logprobs(
+                generation.prompt, logits, top, self._tokenizer
+            )
+        return found
+
+    def _usage(self, num_output: int) -> dict[str, Any]:
+        num_prompt = sum(len(generation.prompt) for generation in self.generations)
+        counts = {"prompt_tokens": num_prompt, "completion_tokens": num_output}
+        return {**counts, "total_tokens": num_prompt + num_output}
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        """Of a stream."""
+        return self._usage(sum(self._tokens_sent.values()))
+
+    def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _deltas(
+        self, index: int, generation: Generation, output: CompletionOutput, start: int
+    ) -> list[dict[str, Any]]:
+        """The new deltas of a choice: none, one or several. start: tokens that were already sent."""
+        raise NotImplementedError
+
+
+class ChatResponse(ResponseBuilder):
+    """A chat, with tool calls if the model may make any."""
+
+    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(answers)
+        self._use = answers.use
+        self._parsers: dict[int, ToolCallParser] = {}
+
+    def body(self) -> dict[str, Any]:
+        expanded = self._shown.expanded_prompt
+        more = {} if expanded is None else {"expanded_prompt": expanded}
+        return super().body() | more | self._of_prompt(self.generations[0])
+
+    def first_events(self) -> bytes:
+        role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        count = len(self.generations) * self._n
+        more = f',"prompt_token_ids":{encode(self.generations[0].prompt)}' if self._shown.token_ids else ""
+        return "".join(
+            self._event(encode({"index": index, **role}), more if index == 0 else "")
+            for index in range(count)
+        ).encode()
+
+    def _is_text_only(self, generation: Generation) -> bool:
+        return self._use is None and super()._is_text_only(generation)
+
+    def _text_delta(self, index: int, text: str) -> str:
+        return f'{{"index":{index},"delta":{{"content":{text}}},"logprobs":null,"finish_reason":null}}'
+
+    def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+        choice: dict[str, Any] = {"message": message, "logprobs": self._logprobs(generation, output, 0)}
+        if self._use is not None:
+            parser = ToolCallParser(self._use)
+            content, calls = parser.add(output.text, final=True, cut=output.finish_reason == "length")
+            message["content"] = content or (None if calls or self._use.required else "")
+            if calls:
+                message["tool_calls"] = calls
+                choice["finish_reason"] = _finish_reason(output)
+        return choice
+
+    def _deltas(
+        self, index: int, generation: Generation, output: CompletionOutput, start: int
+    ) -> list[dict[str, Any]]:
+        log_probs = {"logprobs": self._logprobs(generation, output, start)}
+        content, calls, reason = output.text_diff, Calls(), output.finish_reason
+        if self._use is not None:
+            parser = self._parsers.setdefault(index, ToolCallParser(self._use))
+            content, calls = parser.add(content, reason is not None, cut=reason == "length")
+        first = {"delta": {"content": content} if content else {}, **log_probs}
+        if calls:
+            delta = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
+            ending = _ending(output) | {"finish_reason": _finish_reason(output)}
+            if content:
+                return [{**first, "finish_reason": None}, {"delta": delta, **ending}]
+            return [{"delta": delta, **log_probs, **ending}]
+        is_empty = not content and reason is None and log_probs["logprobs"] is None
+        return [] if is_empty and not self._shown.token_ids else [{**first, **_ending(output)}]
+
+    def _logprobs(
+        self, generation: Generation, output: CompletionOutput, start: int
+    ) -> dict[str, Any] | None:
+        top = generation.decoding.top
+        if top is None:
+            return None
+        found = logprobs.output_logprobs(output, generation.alternatives(output.index), start)
+        return logprobs.chat_logprobs(found, self._tokenizer)
+
+
+class TranslatedChat(ChatResponse):
+    """A chat in the format of another API. A subclass makes finished events of texts and of choices."""
+
+    def _event(self, choice: str, more: str = "") -> str:
+        return choice
+
+
+def named_event(type: str, **fields: Any) -> str:
+    """A server-sent event with its type, also in the data."""
+    return f"event: {type}\ndata: {encode({'type': type, **fields})}\n\n"
+
+
+class CompletionResponse(ResponseBuilder):
+    """A completion, after its prompt if that is echoed."""
+
+    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(answers)
+        self._echoes = dict(zip(self.generations, answers.echoes, strict=False))
+        self._to_echo = set(range(len(answers.echoes)))  # prompts that a stream has not sent yet
+        self._offsets: dict[int, TextOffsets] = {}  # for the outputs of a stream
+
+    def new_events(self) -> bytes:
+        """A prompt is sent with its first output, because its log probabilities are known only then."""
+        chunks = []
+        for number in sorted(self._to_echo):
+            generation = self.generations[number]
+            if generation.started:
+                self._to_echo.discard(number)
+                log_probs = self._prompt_logprobs(generation)
+                choice = {"text": self._echo(generation).text, "logprobs": log_probs, "finish_reason": None}
+                chunks += [
+                    self._event(encode({"index": number * self._n + i, **choice})) for i in range(self._n)
+                ]
+        return "".join(chunks).encode() + super().new_events()
+
+    def _text_delta(self, index: int, text: str) -> str:
+        return f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
+
+    def _echo(self, generation: Generation) -> Echo:
+        return self._echoes.get(generation, Echo(""))
+
+    def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
+        text = self._echo(generation).text + ("" if generation.decoding.prompt_only else output.text)
+        log_probs = self._prompt_logprobs(generation)
+        if generation.decoding.top is not None and not generation.decoding.prompt_only:
+            offsets = self._offsets_of(generation)
+            log_probs = logprobs.joined(log_probs, self._logprobs(generation, output, 0, offsets))
+        return {"text": text, "logprobs": log_probs, **self._of_prompt(generation)}
+
+    def _deltas(
+        self, index: int, generation: Generation, output: CompletionOutput, start: int
+    ) -> list[dict[str, Any]]:
+        delta: dict[str, Any] = {"text": "", "logprobs": None, **_ending(output)}
+        if self._shown.token_ids and start == 0:
+            delta["prompt_token_ids"] = generation.prompt
+        if not generation.decoding.prompt_only:
+            offsets = self._offsets.setdefault(index, self._offsets_of(generation))
+            log_probs = self._logprobs(generation, output, start, offsets)
+            delta |= {"text": output.text_diff, "logprobs": log_probs}
+        return [delta]
+
+    def _logprobs(
+        self, generation: Generation, output: CompletionOutput, start: int, offsets: TextOffsets
+    ) -> dict[str, Any] | None:
+        """For the output's tokens from `start` on."""
+        top = generation.decoding.top
+        if top is None:
+            return None
+        found = logprobs.output_logprobs(output, generation.alternatives(output.index), start)
+        return logprobs.completion_logprobs(found, self._tokenizer, top, offsets)
+
+    def _offsets_of(self, generation: Generation) -> TextOffsets:
+        """For the tokens of an output, whose text may omit special tokens."""
+        skips = generation.decoding.rules.skip_special_tokens
+        return TextOffsets(self._tokenizer.stream(skips), len(self._echo(generation).text))
+
+    def _prompt_logprobs(self, generation: Generation) -> dict[str, Any] | None:
+        """For the prompt's tokens, if it is echoed."""
+        top, logits = generation.decoding.top, generation.context_logits
+        if top is None or logits is None or generation not in self._echoes:
+            return None
+        found = logprobs.prompt_logprobs(generation.prompt, logits, top)
+        offsets = TextOffsets(self._tokenizer.stream(False), 0, self._echo(generation).num_added)
+        return logprobs.completion_logprobs(found, self._tokenizer, top, offsets)
+
+
+def _finish_reason(output: CompletionOutput) -> str | None:
+    """Of a choice that may have tool calls. A truncated output keeps its own reason."""
+    return "tool_calls" if output.finish_reason == "stop" else output.finish_reason
+
+
+def _versions(output: CompletionOutput) -> dict[str, Any]:
+    """Which tokens were generated by which version of the adapter. Empty for the base model."""
+    return {"lora_versions": [vars(one) for one in output.lora_versions]} if output.lora_versions else {}
+
+
+def _ending(output: CompletionOutput) -> dict[str, Any]:
+    found: dict[str, Any] = {"finish_reason": output.finish_reason}
+    return found if output.stop_reason is None else found | {"stop_reason": output.stop_reason}
+
+
+class RunningCalls:
+    """The calls of one HTTP request. A client that disconnects cancels them, and on_disconnect is called if
+    that happens during a stream.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        calls: Sequence[Call[Any]],
+        changed: Signal,
+        request: Request,
+        on_disconnect: Callable[[], None] | None,
+    ) -> None:
+        self._backend, self._calls, self._changed = backend, calls, changed
+        self._on_disconnect = on_disconnect
+        self._streaming = self._disconnected = False
+
+        def disconnected() -> None:
+            self._disconnected = True
+            changed.set()
+
+        self.watcher = watch(request.receive, disconnected)
+
+    async def begin(self) -> None:
+        """Start, and wait for the first change: until then an error can still become an HTTP status."""
+        for call in self._calls:
+            self._backend.submit(call)
+        await self._wait()
+
+    async def finish(self) -> None:
+        while not all(call.generation.finished for call in self._calls):
+            await self._wait()
+
+    async def stream(self, builder: ResponseBuilder, usage: bool) -> AsyncIterator[bytes]:
+        self._streaming = True
+        try:
+            events = builder.first_events()
+            if events:
+                yield events
+            while True:
+                finished = all(call.generation.complete for call in self._calls)
+                events = builder.new_events()
+                if finished:
+                    break
+                if events:
+                    yield events
+                await self._wait()
+            yield events + builder.last_events(usage)
+            self._streaming = False
+        except ApiError as error:
+            self._streaming = error.status == 499
+            yield builder.error_events(error)
+
+    def close(self) -> None:
+        if self._streaming and self._on_disconnect is not None:  # the stream is not complete
+            self._on_disconnect()
+        self.watcher.cancel()
+        for call in self._calls:
+            if not call.generation.ended:
+                self._backend.cancel(call)
+
+    async def _wait(self) -> None:
+        """Wait for a change. Raises ApiError if a call failed or the client disconnected."""
+        await self._changed.wait()
+        if self._disconnected:
+            raise client_left()
+        for call in self._calls:
+            if call.error is not None:
+                raise call.error

@@ -1,0 +1,244 @@
+"""Requests of an LLM from prompt to output, and Service, which passes them to an engine loop."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+
+from manylora.doors.python.adapters import AdapterRegistry
+from manylora.doors.python.lora import LoRAChoice, lora_of, members_of
+from manylora.doors.python.outputs import GenerationResult, RequestOutput, RequestTimings
+from manylora.doors.python.prompts import Prompt
+from manylora.engine.loop import EngineLoop
+from manylora.errors import (
+    AdapterError,
+    AdapterNotFiniteError,
+    ManyloraError,
+    RequestCancelledError,
+    RequestError,
+)
+from manylora.generation.decoding import Decoding
+from manylora.generation.generation import Generation
+from manylora.generation.pooled import PooledGeneration
+from manylora.generation.tokenizer import Tokenizer
+from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Pooling
+
+
+class LlmGeneration(Generation):
+    """Publishes on its `result` what each event brings. Raises RequestError."""
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        decoding: Decoding,
+        lora_request: LoRAChoice | None,
+        streaming: bool,
+        tokenizer: Tokenizer | None,
+        abort: Callable[[LlmGeneration], None],
+    ) -> None:
+        members = members_of(lora_request)
+        acting = next((one.lora_name for one, scale in members if scale), None)
+        decoder = prompt.decoder_ids
+        ids, encoder = (prompt.token_ids, ()) if decoder is None else (decoder, prompt.token_ids)
+        super().__init__(ids, decoding, tokenizer, streaming, str(request_id), encoder, acting)
+        self.lora_request = lora_request
+        self.lora = lora_of(lora_request, follow=True)
+        self.task_ids = [one.lora_int_id for one, _ in members]
+        self.from_disk = False  # its adapter was not in the cache
+        this = weakref.ref(self)  # avoids a reference cycle: dropping the last result frees the LLM at once
+
+        def abort_if_open() -> None:
+            if (generation := this()) is not None:
+                abort(generation)
+
+        self.result = GenerationResult(request_id, abort_if_open)
+        self._prompt = prompt
+        self._arrived = time.monotonic()
+        self._first_token: float | None = None
+
+    def take(self, event: Event) -> None:
+        """Apply an event and publish what it brings. No effect once the request has ended."""
+        if self.result.finished:
+            return
+        super().take(event)
+        if self.error is not None:
+            self.result.fail(self.error)
+            return
+        if self.streaming and self._first_token is None and event.token_ids:
+            self._first_token = time.monotonic() - self._arrived
+        if self.finished or (self.streaming and not self.complete):
+            self.result.publish(self._output())
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        self.result.fail(error)
+
+    def _output(self) -> RequestOutput:
+        first, tier = self._first_token, ""
+        if first is None and self.metrics and self.metrics.first_token_ns:
+            first = self.metrics.first_token_ns * 1e-9 - self._arrived
+        if self.lora_request is not None:
+            # Whether it was read for this request or another one, this request waited for the disk.
+            tier = "disk" if self.from_disk else self.metrics.adapter_tier if self.metrics else ""
+        return RequestOutput(
+            request_id=self.result.request_id,
+            prompt=self._prompt.text,
+            prompt_token_ids=list(self._prompt.token_ids),
+            outputs=self.report(),
+            finished=self.finished,
+            lora_request=self.lora_request,
+            timings=RequestTimings(first, time.monotonic() - self._arrived if self.finished else None),
+            adapter_tier=tier,
+            metrics=self.metrics,
+            context_logits=self.context_logits,
+        )
+
+
+class LlmPooledGeneration(PooledGeneration):
+    """A prompt of an LLM. result: its values."""
+
+    def __init__(
+        self, request_id: int, prompt: tuple[int, ...], pooling: Pooling, lora_request: LoRAChoice | None
+    ) -> None:
+        super().__init__(prompt, pooling, str(request_id))
+        self.lora_request, self.lora = lora_request, lora_of(lora_request)
+        self.task_ids = [one.lora_int_id for one, _ in members_of(lora_request)]
+        self.from_disk = False
+        self.result: Future[np.ndarray] = Future()
+
+    def take(self, event: Event) -> None:
+        super().take(event)
+        if self.values is not None and not self.result.done():
+            self.result.set_result(self.values)
+        elif self.error is not None and not self.result.done():
+            cancelled = RequestCancelledError("The request was cancelled")
+            self.result.set_exception(event.error or cancelled)
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        if not self.result.done():
+            self.result.set_exception(error)
+
+
+SHUT_DOWN = "this LLM has been shut down"
+ALIVE_S = 0.5  # interval of checks whether an answer can still come
+CLOSING_S = 10.0  # for callers that are just entering to be refused
+Sendable = LlmGeneration | LlmPooledGeneration
+
+logger = logging.getLogger("manylora")
+
+
+class Service:
+    """Sends requests through a loop. Thread-safe. The engine reads an adapter from the registry's path when
+    it is not in the cache (`resident`), so that an eviction is invisible to the caller.
+    """
+
+    def __init__(self, loop: EngineLoop, registry: AdapterRegistry, resident: Callable[[int], bool]) -> None:
+        self.registry = registry
+        self._loop, self._resident = loop, resident
+        self._lock = threading.Condition()  # notified when a request is forgotten
+        self._tickets: dict[Sendable, int] = {}  # open requests
+        self._closed = False
+        self._news: queue.SimpleQueue[tuple[Sendable, Event] | None] = queue.SimpleQueue()
+        self._texts = threading.Thread(target=self._run, name="manylora-text", daemon=True)
+        self._texts.start()
+
+    def send(self, generation: Sendable) -> None:
+        """Raises RequestError after `close`. All other errors are set on the generation's result."""
+        generation.from_disk = not all(map(self._resident, generation.task_ids))
+        request = generation.request(generation.lora)
+        with self._lock:
+            if self._closed:
+                raise RequestError(SHUT_DOWN)
+            try:
+                self._tickets[generation] = self._loop.submit(
+                    request, lambda event: self._news.put((generation, event))
+                )
+            except ManyloraError as error:
+                event = Event(finish_reason=FinishReason.ERROR, last=True, error=error)
+                self._news.put((generation, event))
+
+    def pin(self, task_id: int) -> RequestError | None:
+        """Pin an adapter that is in the cache. Returns the reason if that fails."""
+        answers: queue.SimpleQueue[RequestError | None] = queue.SimpleQueue()
+        self._loop.pin(task_id, answers.put)
+        while self._loop.alive:
+            try:
+                return answers.get(timeout=ALIVE_S)
+            except queue.Empty:
+                continue
+        return RequestError(SHUT_DOWN)
+
+    def publish(self, lora: LoraInput) -> AdapterVersion:
+        """As `EngineLoop.publish`, but waits."""
+        with self._lock:
+            if self._closed:
+                raise RequestError(SHUT_DOWN)
+            done = self._loop.publish(lora)
+        return done.result()
+
+    def discard(self, generation: Sendable) -> None:
+        """Drop a generation that was created but will not be submitted."""
+        self.registry.release(generation.task_ids, accepted=False)
+
+    def abort(self, generation: Sendable) -> None:
+        """End it. No effect if it has ended."""
+        with self._lock:
+            ticket = self._tickets.get(generation)
+        if ticket is not None:
+            self._loop.cancel(ticket)
+
+    def close(self) -> None:
+        """Cancel open requests and end the threads. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            everyone = list(self._tickets)
+        for generation in everyone:
+            self.abort(generation)
+        self._loop.close(drain=False)
+        with self._lock:
+            self._lock.wait_for(lambda: not self._tickets, CLOSING_S)
+        self._news.put(None)
+        self._texts.join()
+
+    def _run(self) -> None:
+        """The text thread. It must survive every error, because all answers pass through it."""
+        going = True
+        while going:
+            try:
+                going = self._take_news()
+            except Exception:
+                logger.exception("an answer was lost")
+
+    def _take_news(self) -> bool:
+        """Pass one event on. Apart, because a waiting thread keeps its local variables, and so the LLM."""
+        news = self._news.get()
+        if news is None:
+            return False
+        generation, event = news
+        if event.last:  # first, so that a bad adapter's id is free once the result is known
+            with self._lock:
+                self._tickets.pop(generation, None)
+                self._lock.notify_all()
+            # An adapter with overflowing logits is in the cache, under its id.
+            refused = isinstance(event.error, AdapterError)
+            accepted = not refused or isinstance(event.error, AdapterNotFiniteError)
+            self.registry.release(generation.task_ids, accepted)
+        try:
+            generation.take(event)
+        except Exception as error:
+            logger.exception("making text failed")
+            generation.fail(RequestError(f"The text could not be made: {type(error).__name__}"))
+        if generation.complete and not event.last:  # ended by a stop text: the engine can stop
+            self.abort(generation)
+        return True

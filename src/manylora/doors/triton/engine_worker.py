@@ -1,0 +1,335 @@
+"""EngineWorker: passes requests of `tensorrt_llm` to the engine, and its events to responses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol
+
+import numpy as np
+
+from manylora.config.repository import flag, logits_dtype, milliseconds, parameters_of, value_of
+from manylora.doors.triton.client_errors import check_parameters, client_error
+from manylora.doors.triton.decode import decode_requests
+from manylora.doors.triton.encode import Item, ResponseEncoder, adapter_told, merge_waiting
+from manylora.doors.triton.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest, send
+from manylora.doors.triton.shape_guard import read_inputs
+from manylora.errors import DrainingError, RequestError
+from manylora.request import Event, FinishReason, LoraInput, LoraMix
+from manylora.stats import EngineStats
+from manylora.system.lifeline import RUN_DIR, Lifeline
+
+if TYPE_CHECKING:
+    from manylora.engine.loop import EngineLoop
+
+
+NUMBER = "REQUEST_NUMBER"  # input of postprocessing
+SOCKET = "disconnects"
+PERIOD_S = 0.005  # a check is a round trip to the server
+NAME = "tensorrt_llm"
+STALLED_S = 5.0  # without progress, the engine's thread counts as busy even without requests
+LAST_RESPONSES_S = 5.0  # to send responses to open requests after the engine ended
+SENT_S = 0.5  # for the last response to reach the server
+# A check whether a request was cancelled is a round trip to the server, during which responses wait.
+CHECKS_AT_ONCE = 16
+UNREAD = LoraInput(None)  # for requests refused before their adapter is known
+
+logger = logging.getLogger("manylora")
+
+Outputs = Sequence[tuple[str, np.ndarray]]
+
+
+class DisconnectReporter:
+    """For postprocessing: tells the engine's model which clients of the ensemble have disconnected, if there
+    is a launcher.
+
+    Triton marks only steps that start afterwards as cancelled, which in a stream are postprocessing's. It
+    checks some of its requests, and sends their number as a datagram through the launcher's run directory. A
+    lost one is sent again with the stream's next tokens.
+    """
+
+    def __init__(self) -> None:
+        self._path = _path()
+        self._asked = 0.0
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+
+    def check_one(self, requests: Sequence[ServerRequest[Any]]) -> None:
+        """Check whether one of these requests was cancelled, unless another check was made a moment ago."""
+        now = time.monotonic()
+        if self._path is None or now - self._asked < PERIOD_S:
+            return
+        self._asked = now
+        request = requests[int(now * 1e6) % len(requests)]
+        for tensor in request.inputs():
+            if tensor.name() == NUMBER and request.is_cancelled():
+                with suppress(OSError):
+                    self._socket.sendto(b"%d" % tensor.as_numpy().reshape(-1)[0], str(self._path))
+
+
+def listen(disconnected: Callable[[int], None]) -> None:
+    """disconnected: called on a thread with the number of a request whose client has left; may repeat."""
+    path = _path()
+    if path is None:
+        return
+    path.unlink(missing_ok=True)
+    receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    receiver.bind(str(path))
+
+    def receive() -> None:
+        while True:
+            disconnected(int(receiver.recv(32)))
+
+    threading.Thread(target=receive, name="manylora-disconnects", daemon=True).start()
+
+
+def _path() -> Path | None:
+    folder = os.environ.get(RUN_DIR)
+    return Path(folder) / SOCKET if folder else None
+
+
+class MetricsExporter(Protocol):
+    def update(self, stats: EngineStats) -> None: ...
+    def observe(self, lora: LoraInput | LoraMix | None, event: Event) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineModelOptions:
+    """Parameters of the model other than the engine's. Periods in seconds."""
+
+    decoupled: bool
+    exclude_input: bool
+    logits_dtype: str
+    cancellation_period: float
+    stats_period: float
+    tells_adapter: bool = False  # tell postprocessing the adapter, as it may have a tokenizer
+
+    @classmethod
+    def of(cls, model_config: str, decoupled: bool) -> EngineModelOptions:
+        """model_config: JSON, as given by Triton. Raises ConfigError, ValueError."""
+        parameters, config = parameters_of(model_config), json.loads(model_config)
+        return cls(
+            decoupled=decoupled,
+            exclude_input=flag(parameters, "exclude_input_in_output", False),
+            logits_dtype=logits_dtype(config),
+            cancellation_period=min(milliseconds(parameters, "cancellation_check_period_ms", 100), 1.0),
+            stats_period=milliseconds(parameters, "stats_check_period_ms", 100),
+            tells_adapter=value_of(parameters, "lora_trust") is not None,
+        )
+
+
+@dataclass(eq=False)
+class TritonCall(Generic[Response]):
+    """One request from Triton, whose items are requests to the engine.
+
+    request_id: the client's own; may be empty or repeated. number: [1, 1] int64, unique; see
+    DisconnectReporter. tickets: of the requests to the engine, of which `open` have not ended. started, done:
+    whether a response, or the final one, was sent.
+    """
+
+    request_id: str
+    sender: ResponseSender[Response]
+    number: np.ndarray
+    tickets: list[int] = field(default_factory=list)
+    open: int = 0
+    started: bool = False
+    done: bool = False
+
+
+class EngineWorker(Generic[Response]):
+    """lifeline: gets the number of open requests and the engine's progress. respond, fail: make a response.
+    read_bfloat16: reads a tensor of this type, which NumPy does not have.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLoop,
+        options: EngineModelOptions,
+        lifeline: Lifeline,
+        metrics: MetricsExporter,
+        respond: Callable[[Outputs], Response],
+        fail: Callable[[Exception], Response],
+        read_bfloat16: Callable[[Any], np.ndarray] | None = None,
+    ) -> None:
+        self._engine, self._options, self._lifeline, self._metrics = engine, options, lifeline, metrics
+        self._respond, self._fail, self._read_bfloat16 = respond, fail, read_bfloat16
+        self._lock, self._numbers = threading.Lock(), count(1)
+        self._calls: set[TritonCall[Response]] = set()  # not answered yet
+        self._unchecked: list[TritonCall[Response]] = []  # in this round of `_cancel_abandoned`
+        self._outbox: queue.SimpleQueue[Item[TritonCall[Response]] | None] = queue.SimpleQueue()
+        lifeline.activity = self._activity
+        self._sender = threading.Thread(target=self._send_all, name="manylora-send", daemon=True)
+        self._sender.start()
+        # Clients of the ensemble: Triton tells only postprocessing that they have left.
+        listen(lambda number: self._cancel_those(lambda call: call.number.item() == number))
+
+    def execute(self, requests: Sequence[ServerRequest[Response]]) -> None:
+        for request in requests:
+            self._take(request)
+
+    def close(self) -> None:
+        self._engine.close()
+        self._outbox.put(None)
+        self._sender.join()
+
+    def _activity(self) -> tuple[int, int]:
+        """Open requests and engine steps. A thread that is stuck between requests blocks the next ones, so it
+        counts as one.
+        """
+        return len(self._calls) or int(self._engine.stalled_s > STALLED_S), self._engine.stats().steps
+
+    def _take(self, request: ServerRequest[Response]) -> None:
+        number = np.array([[next(self._numbers)]], np.int64)
+        call = TritonCall(request.request_id(), request.get_response_sender(), number)
+        try:
+            check_parameters(request.parameters())
+            arrays = read_inputs(request.inputs(), self._read_bfloat16)
+            if "stop" in arrays and np.any(arrays["stop"]):
+                if not call.request_id:
+                    raise RequestError("Trying to stop a request but request ID is not provided")
+                self._cancel_those(lambda one: one.request_id == call.request_id)
+                self._outbox.put((call, None, Event(last=True)))
+                return
+            if self._lifeline.draining:
+                raise DrainingError()
+            self._submit(call, arrays)
+        except Exception as error:
+            refusal = client_error(error, NAME)
+            self._outbox.put((call, None, Event(finish_reason=FinishReason.ERROR, error=refusal, last=True)))
+        if call.done:  # another item of the batch has already failed
+            self._cancel(call)
+
+    def _submit(self, call: TritonCall[Response], arrays: Arrays) -> None:
+        options, limits = self._options, (self._engine.has_encoder, self._engine.max_seq_len)
+        decoded = decode_requests(arrays, call.request_id, options.decoupled, *limits)
+        call.open = len(decoded)
+        with self._lock:
+            self._calls.add(call)
+        for index, one in enumerate(decoded):
+            exclude = options.exclude_input if one.exclude_input is None else one.exclude_input
+            place = index if len(decoded) > 1 else None
+            encoder = ResponseEncoder(one.request, place, exclude, one.statistics, options.logits_dtype)
+            call.tickets.append(self._engine.submit(one.request, partial(self._sink, call, encoder)))
+
+    def _sink(self, call: TritonCall[Response], encoder: ResponseEncoder, event: Event) -> None:
+        self._outbox.put((call, encoder, event))
+
+    def _cancel_those(self, is_meant: Callable[[TritonCall[Response]], bool]) -> None:
+        with self._lock:
+            calls = [call for call in self._calls if is_meant(call)]
+        for call in calls:
+            self._cancel(call)
+
+    def _cancel(self, call: TritonCall[Response]) -> None:
+        for ticket in call.tickets:
+            self._engine.cancel(ticket)
+
+    def _send_all(self) -> None:
+        """If sending or the engine dies, the process is useless: it exits for the launcher to restart."""
+        try:
+            self._send_until_closed()
+        except BaseException:
+            logger.critical("the thread that sends responses died", exc_info=True)
+            os._exit(1)
+
+    def _send_until_closed(self) -> None:
+        checked = shown = sent = time.monotonic()
+        ends = sent + LAST_RESPONSES_S
+        while True:
+            batch = self._waiting()
+            for item in merge_waiting([item for item in batch if item is not None]):
+                try:
+                    self._send(*item)
+                except Exception as error:
+                    self._give_up(item[0], error)
+            if None in batch[-1:]:
+                return
+            now = time.monotonic()
+            if batch or self._calls:
+                sent = now
+            if self._engine.death is None:
+                ends = now + LAST_RESPONSES_S
+            elif now > ends or now - sent >= SENT_S:  # the server may still have requests to refuse
+                os._exit(1)
+            if now - checked >= self._options.cancellation_period:
+                self._cancel_abandoned()
+                checked = now
+            if now - shown >= self._options.stats_period:
+                self._metrics.update(self._engine.stats())
+                shown = now
+
+    def _waiting(self) -> list[Item[TritonCall[Response]] | None]:
+        """All items to be sent. None at the end means that nothing more will come."""
+        try:
+            batch = [self._outbox.get(timeout=self._options.cancellation_period)]
+        except queue.Empty:
+            return []
+        while batch[-1] is not None and not self._outbox.empty():
+            batch.append(self._outbox.get())
+        return batch
+
+    def _send(self, call: TritonCall[Response], encoder: ResponseEncoder | None, event: Event) -> None:
+        if event.finish_reason is not None:
+            self._metrics.observe(encoder.request.lora if encoder is not None else UNREAD, event)
+        if event.error is not None and not call.started:
+            self._cancel(call)  # the other items of a failed batch
+            self._finish(call, self._fail(event.error))
+        elif encoder is None:
+            self._finish(call, self._respond([]))
+        elif not call.done:
+            outputs = encoder.encode(event)
+            if encoder.request.streaming:
+                outputs.append(("request_number", call.number))
+            lora = encoder.request.lora
+            if self._options.tells_adapter and isinstance(lora, LoraInput):
+                told = adapter_told(lora.name, lora.task_id)
+                outputs.append(("lora_text", np.array([[told]], np.object_)))
+            response = self._respond(outputs)
+            call.open -= event.last
+            if call.open == 0:
+                self._finish(call, response)
+            else:
+                call.started = True
+                send(call.sender, response)
+
+    def _finish(self, call: TritonCall[Response], response: Response) -> None:
+        if not call.done:
+            self._close(call)
+            send(call.sender, response, FINAL)
+
+    def _close(self, call: TritonCall[Response]) -> None:
+        with self._lock:
+            self._calls.discard(call)
+        call.done = True
+
+    def _give_up(self, call: TritonCall[Response], error: Exception) -> None:
+        """A response could not be created or sent: stop its request."""
+        refusal = client_error(error, NAME)
+        self._cancel(call)
+        self._close(call)
+        with suppress(Exception):
+            send(call.sender, self._fail(refusal), FINAL)
+
+    def _cancel_abandoned(self) -> None:
+        """Check for some calls whether their client is still there; the others follow in later periods."""
+        if not self._unchecked:
+            with self._lock:
+                self._unchecked = list(self._calls)
+        chosen, self._unchecked = self._unchecked[:CHECKS_AT_ONCE], self._unchecked[CHECKS_AT_ONCE:]
+        for call in chosen:
+            try:
+                if not call.done and call.sender.is_cancelled():
+                    self._cancel(call)
+            except Exception as error:
+                self._give_up(call, error)

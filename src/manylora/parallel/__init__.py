@@ -1,1 +1,0 @@
-"""Tensor, pipeline and expert parallelism, from outside: layers do not know about ranks."""

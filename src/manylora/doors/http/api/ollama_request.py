@@ -73,7 +73,7 @@ class _Generation(Body):
     shift: Literal[False] = False  # the context window is not shifted when it is full
 
 
-class _Function(Body):
+class _OllamaFunction(Body):
     index: int | None = None
     name: str
     arguments: dict[str, Any]
@@ -82,7 +82,7 @@ class _Function(Body):
 class _Call(Body):
     id: Text = ""
     type: Literal["function"] = "function"
-    function: _Function
+    function: _OllamaFunction
 
 
 class _Message(Body):

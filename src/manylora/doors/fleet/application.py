@@ -22,6 +22,7 @@ from manylora.doors.fleet.calls import FleetRouter
 from manylora.doors.fleet.front import DEPLOYMENT, make_front
 from manylora.doors.fleet.member import Changed, Member, RemoteRequest, RemoteResponse
 from manylora.doors.fleet.options import FleetOptions, read_args
+from manylora.doors.http.serving.backend import Backend
 from manylora.doors.http.serving.logs import log_to_stderr
 
 logger = logging.getLogger("manylora")
@@ -47,7 +48,7 @@ class ServerReplica:
         self._app = open_app(options, self._end)
         self._running = contextlib.AsyncExitStack()
         await self._running.enter_async_context(self._app.router.lifespan_context(self._app))
-        self._backend = self._app.state.routes.context.backend
+        self._backend: Backend = self._app.state.routes.context.backend
         self._member = Member(self._app, self._id)
         self._numbers = count()
 
@@ -84,7 +85,7 @@ class ServerReplica:
 
     def check_health(self) -> None:
         """Called by Ray's controller. A replica that raises or does not answer is replaced."""
-        if not self._backend.alive:
+        if not self._backend.engine.alive:
             raise RuntimeError("the engine has stopped")
 
     def _end(self, reason: str) -> None:

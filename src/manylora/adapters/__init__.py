@@ -1,0 +1,1 @@
+"""Adapters: their files, tensors and names, and the memory that holds them."""

@@ -29,7 +29,7 @@ Rotary = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class LoraRow:
-    """Location of one (layer, module) of an adapter in the flat pool. Filled by `lora.pool`.
+    """Location of one (layer, module) of an adapter in the flat pool. Filled by `adapters.cache.pool`.
 
     pool[offset:] has A [rank, in_dim], then B transposed [rank, out_dim], then, with DoRA, the magnitude
     [out_dim]; all row-major and adjacent. A routed-expert module has one such pair per expert, one after the

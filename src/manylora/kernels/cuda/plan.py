@@ -24,7 +24,7 @@ EXPERT_TILE_SIZES = (16, 64)
 RANK_CLASSES = (16, 64, 512)
 MIXED_BLOCK = 32  # a multiple of the ranks per block
 
-# The modules of attention's input, and of all attention, as ids of `lora.modules`. With the set of all
+# The modules of attention's input, and of all attention, as ids of `adapters.modules`. With the set of all
 # modules seen so far, these are the sets for which a recorded step is planned.
 MODULE_CLASSES = (frozenset(range(4)), frozenset(range(5)))
 

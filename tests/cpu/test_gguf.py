@@ -26,7 +26,7 @@ from manylora.config.hub import local_model
 from manylora.errors import ConfigError
 from manylora.kernels import native
 from manylora.kernels.device import open_device
-from manylora.kernels.panels import BLOCKS, Panels
+from manylora.kernels.panels import BLOCKS, Panels, look_up
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_decoder
@@ -79,16 +79,21 @@ def test_blocks_are_laid_out_as_their_values(kind: str) -> None:
     """Any bytes, as panels straight from the file and by way of tensors."""
     inputs, size = block_sizes()[kind]
     data = torch.randint(0, 256, (37, 512 // inputs * size), dtype=torch.uint8)
+    blocks = data.view(37, -1, size)
+    for at in {"Q4_K": (1, 3), "Q5_K": (1, 3), "Q6_K": (209,)}.get(kind, (1, 3)[: 1 + kind.endswith("_1")]):
+        blocks[:, :, at] &= 0xBF  # no infinite scales
     ops = open_device("cpu").ops
     found, expected = ops.pack_blocks(kind, data, 512), ops.pack(read_blocks(kind, data, 512))
+    assert isinstance(found, Panels) and isinstance(expected, Panels)
     assert (
-        isinstance(found, Panels)
-        and found.kind == expected.kind
-        and torch.equal(found.values, expected.values)
+        abs(found.nbytes / expected.rows * 37 / len(found.values) / found.values.shape[2] - data.shape[1])
+        < 37
     )
-    for one, other in ((found.scales, expected.scales), (found.offsets, expected.offsets)):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one[~other.isnan()], other[~other.isnan()])
+    ids = torch.arange(37)
+    assert torch.equal(look_up(ids, found), look_up(ids, expected))
+    for rows in (1, 2, 3, 7, 40):  # each of the kernel's ways to divide its work
+        x = torch.randn(rows, 512)
+        assert torch.equal(ops.linear(x, found, None), ops.linear(x, expected, None)), rows
 
 
 @pytest.mark.parametrize("family", FAMILIES)

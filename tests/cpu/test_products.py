@@ -149,7 +149,7 @@ class Offering:
         return sum(1 << form for form in FORMS)
 
     def linear_layer(self, kind: int, *others: Any) -> None:
-        self._library.linear_layer(kind % 8 if kind // 8 == self._wrong else kind, *others)
+        self._library.linear_layer(kind % 16 if kind // 16 == self._wrong else kind, *others)
 
 
 @pytest.mark.parametrize("wrong", [NONE, *FORMS])

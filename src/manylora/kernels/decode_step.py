@@ -50,7 +50,7 @@ def _structure(*fields: str | tuple[Any, ...]) -> np.dtype:
     return np.dtype(named, align=True)
 
 
-WEIGHT = _structure("w", "scale", "offset", "bias", "kind", "in", "out", "group")
+WEIGHT = _structure("w", "scale", "offset", "bias", "kind", "in", "out", "group", "scales")
 LAYER = _structure(
     *(*NORMS, ("linear", WEIGHT, (LINEARS, PARTS)), "keys", "values", "window", "rotary"),
     *(("scale", "f4"), ("cap", "f4")),
@@ -179,7 +179,7 @@ class DecodeStep:
         if (table := parts.embedding) is not None:
             rows = table if isinstance(table, Panels) else Panels(table, None, None, *table.shape)
             self._decoder["table"] = _weight(replace(rows, form=0), None)
-            self._decoder["table_width"] = table.values.shape[2] if isinstance(table, Panels) else 1
+            self._decoder["table_width"] = library.panel_width() if isinstance(table, Panels) else 1
 
     @property
     def embeds(self) -> bool:
@@ -392,4 +392,4 @@ def _weights(one: LinearParts) -> list[tuple[int, ...]]:
 
 def _weight(weight: Panels, bias: Tensor | None) -> tuple[int, ...]:
     pointers = (address(part) or 0 for part in (weight.values, weight.scales, weight.offsets, bias))
-    return (*pointers, weight.kind, weight.columns, weight.rows, weight.group_size)
+    return (*pointers, weight.kind, weight.columns, weight.rows, weight.group_size, weight.stored_scales)

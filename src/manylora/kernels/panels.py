@@ -16,24 +16,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manylora.kernels import native
 from manylora.kernels.huge_pages import huge_zeros
-from manylora.kernels.quantised import BLOCK, FLOAT4, QuantisedWeight
+from manylora.kernels.quantised import BLOCK, QuantisedWeight
 
 KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # in the order of native/vectors.h
 WORDS = {torch.bfloat16: torch.int32}  # dtypes stored as pairs of inputs -> dtype of a pair
 CHUNK_BYTES = 2**21  # rows read at a time: they are still in the CPU cache when laid out
 THREADS = 4
-FLOAT4_KIND, UINT4_KIND = 4, 5  # also 4 bits
-FORMS, INTEGERS = 8, 3  # as in native/team.h
+FLOAT4_KIND, UINT4_KIND, INT5_KIND, UINT5_KIND, INT6_KIND = range(4, 9)
+FORMS, INTEGERS = 16, 3  # as in native/team.h
+WHOLE, HALVED, CODED = range(3)  # how scales are stored, as in native/panels.h
 BLOCK_ROOM = 18  # floats for 32 inputs of a row rounded to 8 bits
 ROUNDED_INPUTS = 128  # minimum inputs of a layer that rounds them: smaller buffers do not fit
 
 
-# GGUF's types that native/blocks.c lays out, in its order: inputs that share a scale, bits, has offsets.
+# GGUF's types that native/blocks.c lays out, in its order: kind, bits, inputs that share a scale, how scales
+# are stored, has offsets.
 BLOCKS = {
-    "Q4_0": (32, 4, False), "Q4_1": (32, 4, True), "Q5_0": (32, 8, False), "Q5_1": (32, 8, True),
-    "Q8_0": (32, 8, False), "Q4_K": (32, 4, True), "Q5_K": (32, 8, True), "Q6_K": (16, 8, False),
+    "Q4_0": (3, 4, 32, HALVED, False), "Q4_1": (UINT4_KIND, 4, 32, HALVED, True),
+    "Q5_0": (INT5_KIND, 5, 32, HALVED, False), "Q5_1": (UINT5_KIND, 5, 32, HALVED, True),
+    "Q8_0": (2, 8, 32, HALVED, False), "Q4_K": (UINT4_KIND, 4, 32, CODED, True),
+    "Q5_K": (UINT5_KIND, 5, 32, CODED, True), "Q6_K": (INT6_KIND, 6, 16, CODED, False),
 }  # fmt: skip
+CODED_INPUTS = 256  # of a block
 
 
 class WeightRows(Protocol):
@@ -52,12 +58,14 @@ class WeightRows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """A weight [N, K] in float32, bfloat16, 8 or 4 bits, in the layout of native/panels.h. 4 bits are float4
-    (e2m1); with offsets numbers from 0 to 15, which take fewer instructions; otherwise from -8 to 7.
+    """A weight [N, K] in float32, bfloat16, 8 or 4 bits, in the layout of native/panels.h, or in one of
+    GGUF's types. 4 bits are float4 (e2m1); with offsets numbers from 0 to 15, which take fewer instructions;
+    otherwise from -8 to 7.
 
     values:  [panels, K, width], zeros after the last row; for bfloat16 [panels, K / 2, width, 2]; for 4 bits
-             uint8 [panels, K / 2, width], an even input in the low half of a byte, the next in the high half.
+             uint8 [panels, K / 8, 4 * width]: words of 8 inputs, the first in the lowest bits.
     scales:  float32 [panels, groups, width], 8 and 4 bits only. offsets: the same, or None for 0.
+    blocks:  the type in BLOCKS that values, scales and offsets have in the bytes of native/panels.h, or None.
     rows: N. columns: K.
     form: of products with rounded inputs: to bfloat16 (`products.FORMS`), or to 8 bits (`integer.py`, with
              its own layout); 0: float32 inputs.
@@ -70,6 +78,7 @@ class Panels:
     columns: int
     form: int = 0
     float4: bool = False
+    blocks: str | None = None
 
     @property
     def kind(self) -> int:
@@ -77,6 +86,8 @@ class Panels:
         kind = FLOAT4_KIND if self.float4 else KINDS.index(self.values.dtype)
         if self.values.dtype == torch.uint8 and self.offsets is not None:
             kind = UINT4_KIND
+        if self.blocks is not None:
+            kind = BLOCKS[self.blocks][0]
         return kind + FORMS * self.form
 
     def rounding(self, form: int) -> Panels:
@@ -86,7 +97,13 @@ class Panels:
 
     @property
     def group_size(self) -> int:
+        if self.blocks is not None:
+            return BLOCKS[self.blocks][2]
         return self.columns if self.scales is None else self.columns // self.scales.shape[1]
+
+    @property
+    def stored_scales(self) -> int:
+        return WHOLE if self.blocks is None else BLOCKS[self.blocks][3]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -107,24 +124,20 @@ class Panels:
 
 
 def look_up(ids: Tensor, table: Tensor | Panels) -> Tensor:
-    """Rows of an embedding's table [V, K]; ids [T] -> [T, K]. Of a quantised one they are float32, with the
-    bits of `QuantisedWeight.wide`.
+    """Rows of an embedding's table [V, K]; ids [T] -> [T, K]. Those of panels are float32; of a quantised
+    table they have the bits of `QuantisedWeight.wide`.
     """
     if isinstance(table, Tensor):
         return F.embedding(ids, table)
-    width = table.values.shape[2]
-    panel, lane = ids // width, ids % width
-    rows = table.values[panel, :, lane]  # [T, K], of bfloat16 [T, K / 2, 2], of 4 bits [T, K / 2]
-    if table.scales is None:
-        return rows.flatten(1)
-    if rows.dtype == torch.uint8:
-        codes = torch.stack((rows & 15, rows >> 4), dim=-1).flatten(1)
-        low = 8 if table.offsets is None else 0
-        rows = torch.tensor(FLOAT4)[codes.int()] if table.float4 else codes.to(torch.int8) - low
-    grouped = rows.float().unflatten(1, (table.scales.shape[1], -1)) * table.scales[panel, :, lane, None]
-    if table.offsets is not None:
-        grouped += table.offsets[panel, :, lane, None]
-    return grouped.flatten(1)
+    rows = torch.empty(len(ids), table.columns)
+    library = native.load()
+    assert library is not None, "only its kernels make panels"
+    library.look_up_rows(
+        table.kind % FORMS, rows.data_ptr(), ids.contiguous().data_ptr(), len(ids), table.values.data_ptr(),
+        table.columns, table.rows, address(table.scales), address(table.offsets), table.group_size,
+        table.stored_scales,
+    )  # fmt: skip
+    return rows
 
 
 def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panels | None:
@@ -148,7 +161,12 @@ def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panel
         below = scales * (low if zeros is None else low + zeros.float())
         offsets = (0 if offsets is None else offsets.float()) - below
     turned = None if offsets is None else _to_width(offsets, width)
-    values = _to_width(weight.values, width)
+    values = weight.values
+    if values.dtype == torch.uint8:  # of 8 inputs at a time
+        if columns % 8 or group % 8:
+            return None
+        values = values.contiguous().view(torch.int32)
+    values = _to_width(values, width).view(weight.values.dtype)
     return Panels(values, _to_width(scales, width), turned, rows, columns, float4=weight.is_float4)
 
 
@@ -156,17 +174,20 @@ def lay_out_blocks(library: ctypes.CDLL, kind: str, data: Tensor, columns: int, 
     """A weight [N, columns] of a type in BLOCKS, with the values of gguf/blocks.py. data: uint8 [N, bytes per
     row], as in the file.
     """
-    group, bits, has_offsets = BLOCKS[kind]
+    _, bits, group, stored, has_offsets = BLOCKS[kind]
     rows, panels = len(data), -(-len(data) // width)
-    depth, values = (columns // 2, torch.uint8) if bits == 4 else (columns, torch.int8)
-    made = huge_zeros((panels, depth, width), values)
-    scales = huge_zeros((panels, columns // group, width), torch.float32)
-    offsets = torch.zeros_like(scales) if has_offsets else None
+    values = huge_zeros((panels, columns * bits // 8, width), torch.int8 if bits == 8 else torch.uint8)
+    if stored == CODED:
+        shape = panels, columns // CODED_INPUTS, 2 + CODED_INPUTS // group, width
+    else:
+        shape = panels, columns // group, 2, width
+    scales = huge_zeros(shape, torch.uint8)
+    offsets = huge_zeros(shape, torch.uint8) if has_offsets else None
     library.lay_out_blocks(
-        list(BLOCKS).index(kind), made.data_ptr(), scales.data_ptr(), address(offsets),
+        list(BLOCKS).index(kind), values.data_ptr(), scales.data_ptr(), address(offsets),
         data.contiguous().data_ptr(), rows, columns,
     )  # fmt: skip
-    return Panels(made, scales, offsets, rows, columns)
+    return Panels(values, scales, offsets, rows, columns, blocks=kind)
 
 
 def read_panels(library: ctypes.CDLL, rows: WeightRows, width: int) -> Panels | None:
@@ -212,7 +233,7 @@ class PanelsLinear:
             weight.kind, y.data_ptr(), weight.rows, x.data_ptr(), x.stride(0), x.shape[0],
             weight.values.data_ptr(), weight.columns, weight.rows,
             address(weight.scales), address(weight.offsets), self.room(x.shape[0], weight),
-            weight.group_size, address(bias),
+            weight.group_size, address(bias), weight.stored_scales,
         )  # fmt: skip
         return y
 

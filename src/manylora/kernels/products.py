@@ -109,11 +109,11 @@ def fastest(multiply: PanelsLinear, forms: list[int]) -> int:
 def is_right(multiply: PanelsLinear, form: int) -> bool:
     """Tests every kind of weight, over several blocks, with partly filled panels, rows and inputs."""
     generator = torch.Generator().manual_seed(0)
-    plain = torch.randn(101, 1100, generator=generator).bfloat16()
+    plain = torch.randn(101, 1144, generator=generator).bfloat16()
     scales = torch.rand(101, 11, generator=generator)
-    eight = torch.randint(-128, 128, (101, 1100), generator=generator).to(torch.int8)
-    four = torch.randint(0, 256, (101, 550), generator=generator).to(torch.uint8)
-    x = torch.randn(19, 1100, generator=generator)
+    eight = torch.randint(-128, 128, (101, 1144), generator=generator).to(torch.int8)
+    four = torch.randint(0, 256, (101, 572), generator=generator).to(torch.uint8)
+    x = torch.randn(19, 1144, generator=generator)
     floats = QuantisedWeight(four, scales, codebook=torch.tensor(FLOAT4, dtype=torch.float32))
     for weight in (plain, QuantisedWeight(eight, scales), QuantisedWeight(four, scales, scales), floats):
         packed = to_panels(weight, multiply.width, multiply.block)

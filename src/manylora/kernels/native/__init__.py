@@ -33,10 +33,11 @@ WIDE, NARROW = "float32", "bfloat16"
 CONVERSIONS = [f"{target}_{source}" for target in (WIDE, NARROW) for source in (WIDE, NARROW)]
 # Arguments: p pointer, i integer, f float; after ">" the result. The C files have their names.
 FUNCTIONS = {
-    "linear_layer": "ipipiipiipppip",
+    "linear_layer": "ipipiipiipppipi",
     "bfloat16_forms": ">i",
     "lay_out_panels": "ppiii",
     "lay_out_blocks": "ippppii",
+    "look_up_rows": "ippipiippii",
     "integer_width": ">i",
     "integer_dots": ">i",
     **{f"lora_add_{kind}": "pipiipppiii" for kind in (WIDE, NARROW, "rounded")},

@@ -157,25 +157,29 @@ static void round_row(const Linear *c, int64_t row) {
     }
 }
 
-/* The weights of an even input and the next one, as pairs. odd: whether there is a next one. */
-INLINE words pair(const Kind kind, const char *row, int v, int odd) {
-    const vector low = weights(kind, row, v, 0), none = all(0);
-    const vector high = is_four_bits(kind) ? weights(kind, row, v, 1) : odd ? weights(kind, row + PANEL, v, 0) : none;
+/* The weights of an even input i and the next one, as pairs, from a panel's row on. odd: whether there is a next one. */
+INLINE words pair(const Kind kind, const char *row, int v, int i, int odd) {
+    const int inputs = inputs_of(kind), at = i % inputs, next = (i + 1) % inputs;
+    const char *const from = row + i / inputs * bytes_of(kind), *const beside = row + (i + 1) / inputs * bytes_of(kind);
+    const vector low = weights(kind, from, v, at) * all(1 / factor_of(kind, at));
+    const vector high = odd ? weights(kind, beside, v, next) * all(1 / factor_of(kind, next)) : all(0);
     return (words)low >> 16 | ((words)high & 0xffff0000u);
 }
 
 /* The weights of inputs [k, k + depth) of a panel as a Run reads them: W itself where it has that form, else `room`. */
 INLINE const char *pairs_of(const Kind kind, const Linear *c, int64_t p, int64_t k, int64_t depth, char *room) {
     const char *w = c->w + (p * c->in + k) / inputs_of(kind) * bytes_of(kind);
+    const int step = inputs_of(kind) > 2 ? inputs_of(kind) : 2;
     const int64_t used = (depth + 1) / 2 * 4 * PANEL, whole = (depth + DEPTH - 1) / DEPTH * DEPTH / 2 * 4 * PANEL;
     if (kind == BFLOAT16 && used == whole) return w;
     if (kind == BFLOAT16) memcpy(room, w, used);
-    else for (int64_t i = 0; i < depth; i += 2, w += bytes_of(kind) * (2 / inputs_of(kind))) {
-        fetch(w + AHEAD, bytes_of(kind) * (2 / inputs_of(kind)));
-        UNROLL for (int v = 0; v < VECTORS; v++) {
-            const words made = pair(kind, w, v, i + 1 < depth);
-            memcpy(room + i * 2 * PANEL + v * 4 * LANES, &made, sizeof made);
-        }
+    else for (int64_t i = 0; i < depth; i += step, w += bytes_of(kind) * (step / inputs_of(kind))) {
+        fetch(w + AHEAD, bytes_of(kind) * (step / inputs_of(kind)));
+        UNROLL for (int j = 0; j < step; j += 2)
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                const words made = pair(kind, w, v, j, step > 2 || i + 1 < depth);
+                memcpy(room + (i + j) * 2 * PANEL + v * 4 * LANES, &made, sizeof made);
+            }
     }
     memset(room + used, 0, whole - used);
     return room;
@@ -254,10 +258,16 @@ void bfloat16_team(int64_t kind, const Linear *c) {
         case INT4 + FORMS * DOTS: linear(INT4, DOTS, c); break;
         case UINT4 + FORMS * DOTS: linear(UINT4, DOTS, c); break;
         case FLOAT4 + FORMS * DOTS: linear(FLOAT4, DOTS, c); break;
+        case INT5 + FORMS * DOTS: linear(INT5, DOTS, c); break;
+        case UINT5 + FORMS * DOTS: linear(UINT5, DOTS, c); break;
+        case INT6 + FORMS * DOTS: linear(INT6, DOTS, c); break;
         case BFLOAT16 + FORMS * TILES: linear(BFLOAT16, TILES, c); break;
         case INT8 + FORMS * TILES: linear(INT8, TILES, c); break;
         case INT4 + FORMS * TILES: linear(INT4, TILES, c); break;
         case UINT4 + FORMS * TILES: linear(UINT4, TILES, c); break;
         case FLOAT4 + FORMS * TILES: linear(FLOAT4, TILES, c); break;
+        case INT5 + FORMS * TILES: linear(INT5, TILES, c); break;
+        case UINT5 + FORMS * TILES: linear(UINT5, TILES, c); break;
+        case INT6 + FORMS * TILES: linear(INT6, TILES, c); break;
     }
 }

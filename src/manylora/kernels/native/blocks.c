@@ -1,71 +1,55 @@
-/* Lays the blocks of GGUF's types out in panels, as they are read from a file. Scales that a block stores as products
- * of two numbers are multiplied in float32, so the values are those of gguf/blocks.py bit for bit. */
+/* Lays the blocks of GGUF's types out in panels, as they are read from a file, in as many bytes. Scales that a block
+ * stores as products of two numbers stay so; their product in float32 is exact, so the values are those of
+ * gguf/blocks.py bit for bit. */
 
 #include "panels.h"
 
 typedef enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K } Type;
 
-enum { MOST_INPUTS = 256, MOST_GROUPS = 16 };
-
 static const struct {
     int inputs, bytes, group; /* of a block; inputs that share a scale */
-    int is_four, has_offsets; /* whether values take 4 bits */
-} LAYOUT[] = {{32, 18, 32, 1, 0}, {32, 20, 32, 1, 1}, {32, 22, 32, 0, 0}, {32, 24, 32, 0, 1},
-              {32, 34, 32, 0, 0}, {256, 144, 32, 1, 1}, {256, 176, 32, 0, 1}, {256, 210, 16, 0, 0}};
+    int bits;
+} LAYOUT[] = {{32, 18, 32, 4}, {32, 20, 32, 4}, {32, 22, 32, 5}, {32, 24, 32, 5}, {32, 34, 32, 8}, {256, 144, 32, 4},
+              {256, 176, 32, 5}, {256, 210, 16, 6}};
 
+/* Value k of group g is code[k] * scale * scales[g] + offset * offsets[g]; of blocks with one group without the integers. */
 typedef struct {
-    int8_t value[MOST_INPUTS];
-    float scale[MOST_GROUPS], offset[MOST_GROUPS];
+    uint8_t code[CODED_INPUTS];
+    uint16_t scale, offset; /* float16 */
+    int8_t scales[MOST_GROUPS], offsets[MOST_GROUPS];
 } Block;
 
-static float half(const uint8_t *at) {
-    const uint32_t code = at[0] | at[1] << 8, size = code & 0x7fff;
-    float value = size * 0x1p-24f; /* a subnormal number */
-    if (size >= 0x400) {
-        const uint32_t bits = size >= 0x7c00 ? 0x7f800000 | (size & 0x3ff) << 13 : (size << 13) + (112u << 23);
-        memcpy(&value, &bits, sizeof value);
-    }
-    return code & 0x8000 ? -value : value;
-}
+static uint16_t half(const uint8_t *at) { return at[0] | at[1] << 8; }
 
-/* 32 values: the low halves of 16 bytes, then the high ones; a fifth bit from `bits`, which may be 0. */
-static void halves_of_32(const uint8_t *packed, uint32_t bits, int less, int8_t *to) {
+/* 32 codes: the low halves of 16 bytes, then the high ones; a fifth bit from `bits`, which may be 0. */
+static void halves_of_32(const uint8_t *packed, uint32_t bits, uint8_t *to) {
     for (int i = 0; i < 16; i++) {
-        to[i] = (int8_t)(((packed[i] & 15) | (bits >> i & 1) << 4) - less);
-        to[i + 16] = (int8_t)((packed[i] >> 4 | (bits >> (i + 16) & 1) << 4) - less);
+        to[i] = (packed[i] & 15) | (bits >> i & 1) << 4;
+        to[i + 16] = packed[i] >> 4 | (bits >> (i + 16) & 1) << 4;
     }
 }
 
-static uint32_t word(const uint8_t *at) {
-    return at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
-}
+static uint32_t word(const uint8_t *at) { return half(at) | (uint32_t)half(at + 2) << 16; }
 
-/* The scales and offsets of Q4_K and Q5_K: 8 of each, in 6 bits. */
+/* The scales and offsets of Q4_K and Q5_K: 8 of each, in 6 bits. The offsets are subtracted. */
 static void scales_of_8(const uint8_t *block, Block *to) {
-    const float by = half(block), below = half(block + 2);
     const uint8_t *const packed = block + 4;
+    to->scale = half(block), to->offset = half(block + 2) ^ 0x8000;
     for (int g = 0; g < 8; g++) {
         const int low = g < 4;
-        const int scale = low ? packed[g] & 63 : (packed[g + 4] & 15) | (packed[g - 4] >> 6) << 4;
-        const int least = low ? packed[g + 4] & 63 : packed[g + 4] >> 4 | (packed[g] >> 6) << 4;
-        to->scale[g] = by * (float)scale;
-        to->offset[g] = -(below * (float)least);
+        to->scales[g] = low ? packed[g] & 63 : (packed[g + 4] & 15) | (packed[g - 4] >> 6) << 4;
+        to->offsets[g] = low ? packed[g + 4] & 63 : packed[g + 4] >> 4 | (packed[g] >> 6) << 4;
     }
 }
 
 static void read_block(const Type type, const uint8_t *from, Block *to) {
+    to->scale = half(from);
     switch (type) {
-        case Q4_0: to->scale[0] = half(from), halves_of_32(from + 2, 0, 0, to->value); break;
-        case Q4_1:
-            to->scale[0] = half(from), to->offset[0] = half(from + 2);
-            halves_of_32(from + 4, 0, 0, to->value);
-            break;
-        case Q5_0: to->scale[0] = half(from), halves_of_32(from + 6, word(from + 2), 16, to->value); break;
-        case Q5_1:
-            to->scale[0] = half(from), to->offset[0] = half(from + 2);
-            halves_of_32(from + 8, word(from + 4), 0, to->value);
-            break;
-        case Q8_0: to->scale[0] = half(from), memcpy(to->value, from + 2, 32); break;
+        case Q4_0: halves_of_32(from + 2, 0, to->code); break;
+        case Q4_1: to->offset = half(from + 2), halves_of_32(from + 4, 0, to->code); break;
+        case Q5_0: halves_of_32(from + 6, word(from + 2), to->code); break;
+        case Q5_1: to->offset = half(from + 2), halves_of_32(from + 8, word(from + 4), to->code); break;
+        case Q8_0: memcpy(to->code, from + 2, 32); break;
         case Q4_K:
         case Q5_K: {
             const uint8_t *const fifth = from + 16, *const packed = from + (type == Q5_K ? 48 : 16);
@@ -73,50 +57,67 @@ static void read_block(const Type type, const uint8_t *from, Block *to) {
             for (int g = 0; g < 8; g++)
                 for (int i = 0; i < 32; i++) {
                     const int code = packed[g / 2 * 32 + i] >> g % 2 * 4 & 15;
-                    to->value[g * 32 + i] = (int8_t)(type == Q5_K ? code | (fifth[i] >> g & 1) << 4 : code);
+                    to->code[g * 32 + i] = type == Q5_K ? code | (fifth[i] >> g & 1) << 4 : code;
                 }
             break;
         }
-        case Q6_K: {
-            const float by = half(from + 208);
-            for (int g = 0; g < 16; g++) to->scale[g] = by * (float)(int8_t)from[192 + g];
-            for (int i = 0; i < MOST_INPUTS; i++) {
+        case Q6_K:
+            to->scale = half(from + 208), memcpy(to->scales, from + 192, 16);
+            for (int i = 0; i < CODED_INPUTS; i++) {
                 const int side = i / 128, part = i % 128 / 32, at = i % 32;
                 const int low = from[side * 64 + part % 2 * 32 + at] >> part / 2 * 4 & 15;
-                to->value[i] = (int8_t)((low | (from[128 + side * 32 + at] >> part * 2 & 3) << 4) - 32);
+                to->code[i] = low | (from[128 + side * 32 + at] >> part * 2 & 3) << 4;
             }
-            break;
-        }
     }
 }
 
+/* Output j of a panel: `count` codes, from the panel's row `to` on. */
+INLINE void place_codes(const int bits, char *to, const uint8_t *code, int count, int64_t j) {
+    if (bits == 8) {
+        for (int k = 0; k < count; k++) to[k * PANEL + j] = (char)code[k];
+        return;
+    }
+    const Kind kind = bits == 4 ? UINT4 : bits == 5 ? UINT5 : INT6;
+    const int inputs = inputs_of(kind), number = words_of(kind), each = in_word(kind);
+    uint32_t *row = (uint32_t *)to + j;
+    for (int k = 0; k < count; k += inputs, row += number * PANEL) {
+        uint32_t made[5] = {0};
+        for (int i = 0; i < number * each; i++) made[i / each] |= (uint32_t)code[k + i] << bits * (i % each);
+        for (int i = number * each; i < inputs; i++) { /* as of apart_of */
+            const int is_second = i + 1 == inputs && bits == 5, first = is_second ? 3 : 0;
+            const uint32_t one = code[k + i];
+            made[first] |= one << 30, made[first + 1] |= (one >> 2 & 3) << 30;
+            made[2] |= bits == 6 ? one >> 4 << 30 : one >> 4 << (is_second ? 31 : 30);
+        }
+        for (int i = 0; i < number; i++) row[i * PANEL] = made[i];
+    }
+}
+
+/* Of output j of a panel, block b of `count`: the float16 number, and for CODED its integers. */
+INLINE void place_scales(const int groups, char *to, int64_t panel, int64_t b, int64_t count, int64_t j, uint16_t whole,
+                         const int8_t *codes) {
+    char *const at = to + (panel * count + b) * (groups > 1 ? 2 + groups : 2) * PANEL;
+    memcpy(at + 2 * j, &whole, sizeof whole);
+    for (int g = 0; groups > 1 && g < groups; g++) at[(2 + g) * PANEL + j] = codes[g];
+}
+
 /* values, scales, offsets: as of panels.h, zeros. data: [rows, in / inputs, bytes]. */
-INLINE void lay_out(const Type type, char *values, float *scales, float *offsets, const char *data, int64_t rows,
-                    int64_t in) {
-    const int64_t inputs = LAYOUT[type].inputs, group = LAYOUT[type].group, size = LAYOUT[type].bytes;
-    const int64_t count = in / inputs, groups = in / group;
+INLINE void lay_out(const Type type, char *values, char *scales, char *offsets, const char *data, int64_t rows, int64_t in) {
+    const int64_t inputs = LAYOUT[type].inputs, size = LAYOUT[type].bytes, bits = LAYOUT[type].bits, count = in / inputs;
+    const int groups = (int)(inputs / LAYOUT[type].group);
 #pragma omp for schedule(static)
     for (int64_t panel = 0; panel < (rows + PANEL - 1) / PANEL; panel++)
         for (int64_t b = 0; b < count; b++)
             for (int64_t j = 0; j < least(PANEL, rows - panel * PANEL); j++) {
                 Block block;
                 read_block(type, (const uint8_t *)data + ((panel * PANEL + j) * count + b) * size, &block);
-                char *const to = values + (panel * in + b * inputs) / (LAYOUT[type].is_four ? 2 : 1) * PANEL + j;
-                const int64_t at = (panel * groups + b * (inputs / group)) * PANEL + j;
-                if (LAYOUT[type].is_four)
-                    for (int k = 0; k < inputs; k += 2)
-                        to[k / 2 * PANEL] = (char)(block.value[k] | block.value[k + 1] << 4);
-                else
-                    for (int k = 0; k < inputs; k++) to[k * PANEL] = block.value[k];
-                for (int g = 0; g < inputs / group; g++) {
-                    scales[at + g * PANEL] = block.scale[g];
-                    if (LAYOUT[type].has_offsets) offsets[at + g * PANEL] = block.offset[g];
-                }
+                place_codes((int)bits, values + (panel * in + b * inputs) * bits / 8 * PANEL, block.code, (int)inputs, j);
+                place_scales(groups, scales, panel, b, count, j, block.scale, block.scales);
+                if (offsets) place_scales(groups, offsets, panel, b, count, j, block.offset, block.offsets);
             }
 }
 
-void lay_out_blocks(int64_t type, char *values, float *scales, float *offsets, const char *data, int64_t rows,
-                    int64_t in) {
+void lay_out_blocks(int64_t type, char *values, char *scales, char *offsets, const char *data, int64_t rows, int64_t in) {
 #define LAY_OUT(NAME) \
     case NAME: lay_out(NAME, values, scales, offsets, data, rows, in); break;
 #pragma omp parallel

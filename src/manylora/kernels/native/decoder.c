@@ -7,9 +7,9 @@
 #include "bfloat16.h"
 
 typedef struct {
-    const char *w;
-    const float *scale, *offset, *bias; /* NULL: none */
-    int64_t kind, in, out, group;
+    const char *w, *scale, *offset; /* NULL: none */
+    const float *bias;
+    int64_t kind, in, out, group, scales;
 } Weight;
 
 enum { QKV, OUT, UP_GATE, DOWN, LINEARS };
@@ -75,45 +75,11 @@ static Memory divide(const Decoder *d, const Step *s, int64_t longest, float *at
     return m;
 }
 
-/* Input k of a panel's row `lane`, as an integer where there are scales. */
-INLINE float one_weight(const Kind kind, const char *panel, int64_t width, int64_t lane, int64_t k) {
-    static const float float4[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-    if (is_four_bits(kind)) {
-        const int code = ((uint8_t)panel[k / 2 * width + lane] >> k % 2 * 4) & 15;
-        return kind == FLOAT4 ? float4[code] : (float)(kind == INT4 ? code - 8 : code);
-    }
-    if (kind == INT8) return ((const int8_t *)panel)[k * width + lane];
-    if (kind == BFLOAT16) return widen_one(BFLOAT16, panel + (k / 2 * width + lane) * 4 + k % 2 * 2);
-    return widen_one(FLOAT32, panel + (k * width + lane) * 4);
-}
-
-INLINE void embed_row(const Kind kind, const Decoder *d, int64_t id, float *to) {
-    const Weight *const t = &d->table;
-    const int64_t width = d->table_width, panel = id / width, lane = id % width, groups = t->in / t->group;
-    const int64_t bytes = is_four_bits(kind) ? t->in / 2 * width : t->in * width * size_of(kind);
-    for (int64_t k = 0; k < t->in; k++) {
-        const int64_t at = (panel * groups + k / t->group) * width + lane;
-        float one = one_weight(kind, t->w + panel * bytes, width, lane, k);
-        if (t->scale) one *= t->scale[at];
-        if (t->offset) one += t->offset[at];
-        to[k] = one * d->embedding_scale;
-    }
-}
-
 static void embed(const Decoder *d, const Step *s, float *x) {
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < s->rows; row++) {
-        const int64_t id = 0 <= s->ids[row] && s->ids[row] < d->table.out ? s->ids[row] : 0;
-        float *const to = x + row * d->hidden;
-        switch (d->table.kind) {
-            case FLOAT32: embed_row(FLOAT32, d, id, to); break;
-            case BFLOAT16: embed_row(BFLOAT16, d, id, to); break;
-            case INT8: embed_row(INT8, d, id, to); break;
-            case INT4: embed_row(INT4, d, id, to); break;
-            case UINT4: embed_row(UINT4, d, id, to); break;
-            case FLOAT4: embed_row(FLOAT4, d, id, to); break;
-        }
-    }
+    const Weight *const t = &d->table;
+    const Linear table = {.w = t->w, .in = t->in, .out = t->out, .scale = t->scale, .offset = t->offset, .group = t->group,
+                          .scales = t->scales};
+    look_up_team(t->kind, &table, d->table_width, s->ids, s->rows, d->embedding_scale, x);
 }
 
 INLINE const Adapters *of(const Adapters *layer, int linear) { return layer ? layer + linear * CALLS : NULL; }
@@ -127,7 +93,7 @@ static void apply(const Weight *w, const Adapters *adapters, const Step *s, cons
     int rounded = 0; /* whether the last part left x in `room` */
     for (const Weight *p = w; p < w + PARTS && p->w; column += p->out, p++) {
         const Linear c = {y + column, x, width, p->in, s->rows, p->w, p->in, p->out, p->scale, p->offset, p->group,
-                          p->bias, m->room};
+                          p->bias, m->room, p->scales};
         linear_team(p->kind, &c);
         rounded = p->kind >= FORMS && p->kind < FORMS * INTEGERS;
     }

@@ -189,7 +189,7 @@ typedef struct {
     int64_t y_stride, x_stride, rows;
     const char *w;
     int64_t in, out;
-    const void *scale; /* EIGHT: float [panels, PANEL]; FOUR: bfloat16 [panels, blocks, PANEL] */
+    const char *scale; /* EIGHT: float [panels, PANEL]; FOUR: bfloat16 [panels, blocks, PANEL] */
     const float *bias;
     char *rounded;  /* [rows, blocks, BLOCK] of 1 or, in PAIRS, 2 bytes */
     float *steps;   /* [rows, blocks]: the scales of x */

@@ -47,9 +47,58 @@ typedef struct {
     const char *w, *next;
 } Place;
 
+/* The same for input i of a row, from x on, and the panel whose sums begin at `sum`. */
+INLINE void add_one(const int rows, const int panels, const Tile *t, const float *x, int i, const vector *in,
+                    vector sum[TILE_ROWS][MOST], int first) {
+    UNROLL for (int r = 0; r < rows; r++) {
+        const vector one = all(panels > 1 ? x[r * t->stride + i] : x[i * rows + r]);
+        UNROLL for (int v = 0; v < VECTORS; v++) sum[r][first + v] = multiply_add(one, in[v], sum[r][first + v]);
+    }
+}
+
+enum { PAIR = 2 };
+/* The same of kinds that have words. x is divided by their factors. */
+INLINE void add_words(const int rows, const int panels, const Kind kind, const Tile *t, int64_t depth, Place *from,
+                      vector sum[TILE_ROWS][MOST]) {
+    const int inputs = inputs_of(kind), each = in_word(kind), apart = inputs - words_of(kind) * each;
+    const int step = panels > 1 ? 1 : rows;
+    const float *x = from->x;
+    const char *w = from->w, *next = from->next;
+    for (int64_t k = 0; k < depth; k += inputs, w += bytes_of(kind), x += inputs * step, next += t->pace) {
+        if (panels == 1) fetch_some(next, t->pace);
+        const int pair = rows == 1 && panels % PAIR == 0 ? PAIR : 1;
+        UNROLL for (int p = 0; p < panels; p += pair) {
+            vector in[VECTORS];
+            UNROLL for (int q = p; q < p + pair && panels > 1; q++) fetch(w + q * t->hop + AHEAD, bytes_of(kind));
+            for (int number = 0; number < words_of(kind); number++) {
+                words word[PAIR][VECTORS];
+                UNROLL for (int q = 0; q < pair; q++)
+                    UNROLL for (int v = 0; v < VECTORS; v++) word[q][v] = word_at(w + (p + q) * t->hop, v, number);
+                UNROLL for (int i = 0; i < each; i++)
+                    UNROLL for (int q = 0; q < pair; q++) {
+                        UNROLL for (int v = 0; v < VECTORS; v++) in[v] = one_of(kind, word[q][v], i);
+                        add_one(rows, panels, t, x + number * each * step, i, in, sum, (p + q) * VECTORS);
+                    }
+                KEEP_ORDER;
+            }
+            UNROLL for (int i = inputs - apart; i < inputs; i++)
+                UNROLL for (int q = 0; q < pair; q++) {
+                    UNROLL for (int v = 0; v < VECTORS; v++) in[v] = apart_of(kind, w + (p + q) * t->hop, v, i + 1 == inputs);
+                    add_one(rows, panels, t, x, i, in, sum, (p + q) * VECTORS);
+                    KEEP_ORDER;
+                }
+        }
+    }
+    *from = (Place){x, w, next};
+}
+
 /* sum += x W^T over `depth` inputs. Rows and panels are known to the compiler, so that the sums stay in registers. */
 INLINE void add_inputs(const int rows, const int panels, const Kind kind, const Tile *t, int64_t depth, Place *from,
                        vector sum[TILE_ROWS][MOST]) {
+    if (has_words(kind)) {
+        add_words(rows, panels, kind, t, depth, from, sum);
+        return;
+    }
     const int inputs = inputs_of(kind), wide = panels * VECTORS, step = panels > 1 ? inputs : inputs * rows;
     const float *x = from->x;
     const char *w = from->w, *next = from->next;
@@ -130,10 +179,11 @@ INLINE void small_blocks(const int rows, const int panels, const Kind kind, cons
 #endif
 #define SCALED(DO) DO(FLOAT32) DO(INT8) DO(INT4) DO(UINT4) DO(FLOAT4) /* FLOAT32: what was widened */
 #define KINDS(DO) DO(BFLOAT16) SCALED(DO)
+#define SMALL_KINDS(DO) SCALED(DO) DO(INT5) DO(UINT5) DO(INT6) /* the last three have only small blocks */
 #define DEFINE(kind) HEIGHTS(COLUMN, kind) FEW_HEIGHTS(STREAM, kind)
 #define DEFINE_SMALL(kind) HEIGHTS(SMALL_COLUMN, kind) FEW_HEIGHTS(SMALL_STREAM, kind)
 KINDS(DEFINE)
-SCALED(DEFINE_SMALL)
+SMALL_KINDS(DEFINE_SMALL)
 
 typedef void Run(Tile t);
 #define COLUMN_NAME(kind, n) tile_##kind##_##n##_1,
@@ -145,24 +195,41 @@ static Run *const TILES[FLOAT8][TILE_ROWS] = {KINDS(COLUMNS)}, *const FEW_TILES[
 #define SMALL_STREAM_NAME(kind, n) small_stream_##kind##_##n,
 #define SMALLS(kind) [kind] = {HEIGHTS(SMALL_NAME, kind)},
 #define SMALL_STREAMS(kind) [kind] = {FEW_HEIGHTS(SMALL_STREAM_NAME, kind)},
-static Run *const SMALL_TILES[FLOAT8][TILE_ROWS] = {SCALED(SMALLS)};
-static Run *const FEW_SMALL_TILES[FLOAT8][FEW] = {SCALED(SMALL_STREAMS)};
+static Run *const SMALL_TILES[FLOAT8][TILE_ROWS] = {SMALL_KINDS(SMALLS)};
+static Run *const FEW_SMALL_TILES[FLOAT8][FEW] = {SMALL_KINDS(SMALL_STREAMS)};
 
 /* The first row of a tile. Tiles are of nearly equal height: 9 rows are 4 and 5. */
 INLINE int64_t start_of(const Linear *c, int64_t tile, int64_t tiles) { return c->rows * tile / tiles; }
 
+enum { MOST_INPUTS = 32 }; /* of a panel's row */
+
+/* What x is multiplied by for the weights of a kind, of MOST_INPUTS inputs one after the other. */
+INLINE void factors(const Kind kind, float *by) {
+    for (int i = 0; i < MOST_INPUTS; i++) by[i] = 1 / factor_of(kind, i % inputs_of(kind));
+}
+
 /* The rows of a tile side by side: [in, rows]. */
-static void pack(const Linear *c, int64_t row, int64_t rows) {
+INLINE void pack(const Kind kind, const Linear *c, int64_t row, int64_t rows) {
     const float *const x = c->x + row * c->x_stride;
-    float *const to = c->room + row * c->in;
+    float *const to = c->room + row * c->in, by[MOST_INPUTS];
     int64_t k = 0;
+    factors(kind, by);
     for (; k + LANES <= c->in; k += LANES)
         for (int64_t r = 0; r < rows; r++) {
-            const vector some = load(x + r * c->x_stride + k);
+            vector some = load(x + r * c->x_stride + k);
+            if (has_words(kind)) some *= load(by + k % MOST_INPUTS);
             UNROLL for (int i = 0; i < LANES; i++) to[(k + i) * rows + r] = some[i];
         }
     for (; k < c->in; k++)
-        for (int64_t r = 0; r < rows; r++) to[k * rows + r] = x[r * c->x_stride + k];
+        for (int64_t r = 0; r < rows; r++) to[k * rows + r] = x[r * c->x_stride + k] * by[k % MOST_INPUTS];
+}
+
+INLINE void scale_row(const Kind kind, const Linear *c, int64_t row) {
+    const float *const x = c->x + row * c->x_stride;
+    float *const to = c->room + row * c->in, by[MOST_INPUTS];
+    factors(kind, by);
+    for (int64_t k = 0; k < c->in; k += LANES)
+        store_some(to + k, load_some(x + k, c->in - k) * load(by + k % MOST_INPUTS), c->in - k);
 }
 
 static void sum_blocks(const Linear *c, int64_t row) {
@@ -175,8 +242,9 @@ static void sum_blocks(const Linear *c, int64_t row) {
 
 void ONCE finish_panel(const Linear *c, const float *sums, int64_t row, int64_t rows, int64_t p, int64_t k) {
     const int64_t column = p * PANEL, columns = least(c->out - column, PANEL);
-    const int64_t at = (p * (c->in / c->group) + k / c->group) * PANEL;
-    const float *const scale = c->scale ? c->scale + at : NULL, *const offset = c->offset ? c->offset + at : NULL;
+    float room[2][PANEL];
+    const float *const scale = widen_scales(c, c->scale, p, k / c->group, 1, room[0]);
+    const float *const offset = widen_scales(c, c->offset, p, k / c->group, 1, room[1]);
     const float *const bias = c->bias ? c->bias + column : NULL;
     for (int64_t r = 0; r < rows; r++, sums += PANEL) {
         float *const to = c->y + (row + r) * c->y_stride + column;
@@ -194,12 +262,20 @@ void ONCE finish_panel(const Linear *c, const float *sums, int64_t row, int64_t 
 
 INLINE int is_small(const Linear *c) { return c->scale && c->group <= CHUNK && CHUNK % c->group == 0; }
 
-/* A tile of small blocks, from input k of panel p and from `row` on. */
-INLINE Tile with_scales(Tile t, const Linear *c, int64_t p, int64_t row, int64_t k) {
-    const int64_t count = c->in / c->group, at = (p * count + k / c->group) * PANEL;
-    t.scale = c->scale + at, t.offset = c->offset ? c->offset + at : NULL;
-    t.totals = totals_of(c) + row * count + k / c->group;
-    t.block = c->group, t.scale_hop = count * PANEL, t.totals_hop = count;
+typedef float ScaleRoom[2][STREAMS][MOST_GROUPS * PANEL];
+
+/* A tile of small blocks, from input k of panel p on and of `panels` that are so many apart; its totals are those of the
+ * first row. */
+INLINE Tile with_scales(Tile t, const Linear *c, int64_t p, int64_t panels, int64_t apart, int64_t k, ScaleRoom room) {
+    const int64_t count = c->in / c->group;
+    t.scale = widen_scales(c, c->scale, p, k / c->group, t.depth / c->group, room[0][0]);
+    t.offset = widen_scales(c, c->offset, p, k / c->group, t.depth / c->group, room[1][0]);
+    for (int64_t i = 1; i < panels && c->scales != WHOLE; i++) {
+        widen_scales(c, c->scale, p + i * apart, k / c->group, t.depth / c->group, room[0][i]);
+        widen_scales(c, c->offset, p + i * apart, k / c->group, t.depth / c->group, room[1][i]);
+    }
+    t.totals = totals_of(c) + k / c->group;
+    t.block = c->group, t.scale_hop = c->scales == WHOLE ? apart * count * PANEL : MOST_GROUPS * PANEL, t.totals_hop = count;
     return t;
 }
 
@@ -214,31 +290,34 @@ static void ONCE write_panel(const Linear *c, const float *sums, int64_t row, in
         }
 }
 
-/* Few rows and the panels [first, last): at once, if they are as many as FEW_TILES take, else one by one. */
+/* Few rows and the panels [first, last). If they can be divided among as many streams as FEW_TILES take, each stream
+ * has its panels in a row, so that what it prefetches is its next panel; else they are taken one by one. */
 INLINE void few_rows(const Kind kind, const Linear *c, int64_t first, int64_t last) {
     const int small = kind != FLOAT32 && kind != BFLOAT16 && is_small(c);
-    const int64_t row_bytes = bytes_of(kind), inputs = inputs_of(kind), hop = c->in / inputs * row_bytes;
-    const int64_t most = SEVERAL(c->rows), count = last - first == most ? most : 1, block = small ? BLOCK : block_of(c);
-    Run *const one = (small ? SMALL_TILES : TILES)[kind][c->rows - 1];
-    Run *const several = (small ? FEW_SMALL_TILES : FEW_TILES)[kind][c->rows - 1];
+    const int64_t row_bytes = bytes_of(kind), inputs = inputs_of(kind), panel_bytes = c->in / inputs * row_bytes;
+    const int64_t most = SEVERAL(c->rows), count = (last - first) % most ? 1 : most, apart = (last - first) / count;
+    const int64_t block = !small ? block_of(c) : c->scales == WHOLE ? BLOCK : CODED_INPUTS;
+    Run *const run = count < most ? (small ? SMALL_TILES : TILES)[kind][c->rows - 1]
+                                  : (small ? FEW_SMALL_TILES : FEW_TILES)[kind][c->rows - 1];
     float sums[STREAMS * FEW * PANEL];
-    for (int64_t p = first; p < last; p += count)
+    ScaleRoom scales;
+    for (int64_t p = first; p < first + apart; p++)
         for (int64_t k = 0; k < c->in; k += block) {
-            const char *const w = c->w + p * hop + k / inputs * row_bytes;
-            Tile t = {sums, c->x + k, c->x_stride, w, hop, least(c->in - k, block), w, 0, 0};
-            if (small) t = with_scales(t, c, p, 0, k);
+            const char *const w = c->w + p * panel_bytes + k / inputs * row_bytes;
+            Tile t = {sums, c->x + k, c->x_stride, w, apart * panel_bytes, least(c->in - k, block), w, 0, 0};
+            if (small) t = with_scales(t, c, p, count, apart, k, scales);
             if (!small || !k) memset(sums, 0, sizeof sums);
-            if (count < most) { /* for one panel rows are packed */
-                float some[BLOCK * FEW];
+            float some[BLOCK * FEW]; /* for one panel rows are packed */
+            if (count < most) {
                 for (int64_t i = 0; i < t.depth; i++)
                     for (int64_t r = 0; r < c->rows; r++) some[i * c->rows + r] = c->x[r * c->x_stride + k + i];
                 t.x = some;
-                one(t);
-            } else several(t);
+            }
+            run(t);
             for (int64_t i = 0; i < count; i++) {
                 const float *const made = sums + i * c->rows * PANEL;
-                if (!small) finish_panel(c, made, 0, c->rows, p + i, k);
-                else if (k + block >= c->in) write_panel(c, made, 0, c->rows, p + i);
+                if (!small) finish_panel(c, made, 0, c->rows, p + i * apart, k);
+                else if (k + block >= c->in) write_panel(c, made, 0, c->rows, p + i * apart);
             }
         }
 }
@@ -260,6 +339,7 @@ INLINE void many_rows(const Kind kind, const Linear *c, int64_t p, int64_t first
     Run *const *const run = (small ? SMALL_TILES : TILES)[read];
     const int64_t chunk = many && !widens ? 2 * CHUNK : CHUNK;
     float sums[TALL][TILE_ROWS * PANEL], wide[CHUNK * PANEL];
+    ScaleRoom scales;
     for (int64_t k = 0; k < c->in; k += block) {
         const int64_t stop = least(c->in, k + block);
         memset(sums, 0, count * sizeof *sums);
@@ -267,12 +347,15 @@ INLINE void many_rows(const Kind kind, const Linear *c, int64_t p, int64_t first
             const int64_t depth = least(stop - at, chunk), height = depth / inputs;
             const char *const w = c->w + (p * c->in + at) / inputs * row_bytes, *const next = w + height * row_bytes;
             const int64_t pace = row_bytes / count / (widens ? inputs : 1); /* each tile prefetches its share */
+            const Tile whole = {NULL, NULL, 0, widens ? (const char *)wide : w, 0, depth, NULL, pace};
+            Tile one = small ? with_scales(whole, c, p, 1, 1, at, scales) : whole;
             if (widens) widen_chunk(kind, wide, w, depth);
             for (int64_t t = 0; t < count; t++) {
                 const int64_t row = start_of(c, first + t, tiles), rows = start_of(c, first + t + 1, tiles) - row;
-                const Tile one = {sums[t], c->room + row * c->in + at * rows, 0, widens ? (const char *)wide : w, 0, depth,
-                                  count == 1 ? w + AHEAD : next + height * row_bytes * t / count, pace, 0};
-                run[rows - 1](small ? with_scales(one, c, p, row, at) : one);
+                one.sums = sums[t], one.x = c->room + row * c->in + at * rows;
+                one.next = count == 1 ? w + AHEAD : next + height * row_bytes * t / count;
+                if (small) one.totals = totals_of(c) + row * (c->in / c->group) + at / c->group;
+                run[rows - 1](one);
             }
         }
         for (int64_t t = 0; t < count; t++) {
@@ -287,22 +370,29 @@ INLINE void many_rows(const Kind kind, const Linear *c, int64_t p, int64_t first
 INLINE void linear(const Kind kind, const Linear *c) {
     const int64_t panels = (c->out + PANEL - 1) / PANEL, tiles = (c->rows + TILE_ROWS - 1) / TILE_ROWS;
     const int few = c->rows <= FEW;
-    const int64_t run = few ? SEVERAL(c->rows) : panels < 16 ? 1 : RUN;
+    const int64_t share = panels / (SEVERAL(c->rows) * number_of_threads() * 2); /* of a stream: 2 tasks for a thread */
+    const int64_t run = few ? SEVERAL(c->rows) * (share < 1 ? 1 : least(share, 2 * RUN)) : panels < 16 ? 1 : RUN;
     if (!few) {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t row = start_of(c, t, tiles);
-            pack(c, row, start_of(c, t + 1, tiles) - row);
+            pack(kind, c, row, start_of(c, t + 1, tiles) - row);
         }
     }
-    if (c->offset) {
+    Linear scaled = *c; /* for few rows: x times the factors of its weights */
+    const int scales = few && has_words(kind) && kind != FLOAT4;
+    if (scales) scaled.x = c->room, scaled.x_stride = c->in;
+    if (scales || c->offset) {
 #pragma omp for schedule(static)
-        for (int64_t r = 0; r < c->rows; r++) sum_blocks(c, r);
+        for (int64_t r = 0; r < c->rows; r++) {
+            if (c->offset) sum_blocks(c, r);
+            if (scales) scale_row(kind, c, r);
+        }
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t first = 0; first < panels; first += run) {
         const int64_t last = least(first + run, panels);
-        if (few) few_rows(kind, c, first, last);
+        if (few) few_rows(kind, &scaled, first, last);
         else for (int64_t p = first; p < last; p++)
             for (int64_t t = 0; t < tiles; t += TALL) many_rows(kind, c, p, t, least(tiles, t + TALL), tiles);
     }
@@ -321,15 +411,18 @@ void linear_team(int64_t kind, const Linear *c) {
         case INT4: linear(INT4, c); break;
         case UINT4: linear(UINT4, c); break;
         case FLOAT4: linear(FLOAT4, c); break;
+        case INT5: linear(INT5, c); break;
+        case UINT5: linear(UINT5, c); break;
+        case INT6: linear(INT6, c); break;
     }
 }
 
 /* room: for x, [rows, in], and, with offsets, for [rows, blocks] more, where a block is of min(group, BLOCK) inputs.
  * group: inputs that share a scale, a divisor of `in` and, above BLOCK, a multiple of it; without scales `in`. */
 void linear_layer(int64_t kind, float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t rows,
-                  const char *w, int64_t in, int64_t out, const float *scale, const float *offset, float *room,
-                  int64_t group, const float *bias) {
-    const Linear c = {y, x, y_stride, x_stride, rows, w, in, out, scale, offset, group, bias, room};
+                  const char *w, int64_t in, int64_t out, const char *scale, const char *offset, float *room,
+                  int64_t group, const float *bias, int64_t scales) {
+    const Linear c = {y, x, y_stride, x_stride, rows, w, in, out, scale, offset, group, bias, room, scales};
 #pragma omp parallel if (rows * in * out > SMALL)
     linear_team(kind, &c);
 }

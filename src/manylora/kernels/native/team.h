@@ -16,16 +16,19 @@ INLINE int64_t number_of_threads(void) { return 1; }
 INLINE int64_t thread_number(void) { return 0; }
 #endif
 
+typedef enum { WHOLE, HALVED, CODED } Scales;
+
 typedef struct { /* of linear.c */
     float *y;
     const float *x;
     int64_t y_stride, x_stride, rows;
     const char *w;
     int64_t in, out;
-    const float *scale, *offset; /* NULL: none */
-    int64_t group;               /* inputs that share a scale; without scales `in` */
+    const char *scale, *offset; /* NULL: none */
+    int64_t group;              /* inputs that share a scale; without scales `in` */
     const float *bias;           /* NULL: none */
     float *room;                 /* x packed, then its sums over blocks of inputs */
+    int64_t scales;              /* how they and offsets are stored, as of panels.h */
 } Linear;
 
 typedef struct Segment Segment; /* of lora.h */
@@ -65,10 +68,13 @@ typedef struct { /* of elementwise.c */
 } Rotation;
 
 /* The kind of a linear layer that rounds x is that of W + FORMS * form: a form of bfloat16.c, or these of integer.c. */
-enum { FORMS = 8, INTEGERS = 3, INTEGER_DOTS };
+enum { FORMS = 16, INTEGERS = 3, INTEGER_DOTS };
 
 void linear_team(int64_t kind, const Linear *c);
 void bfloat16_team(int64_t kind, const Linear *c);
+/* factor times rows `ids` of a table, to [count, in]. width: of its panels; 1: float32 or bfloat16, row by row. */
+void look_up_team(int64_t kind, const Linear *table, int64_t width, const int64_t *ids, int64_t count, float factor,
+                  float *to);
 void integer_team(int64_t kind, const Linear *c);
 /* kind: of the pool, + FORMS where x is rounded to bfloat16 as in a linear layer. rounded: x, if the layer has rounded
  * it already, else NULL. bias: what was added to y before, or NULL. room: for `floats` floats. */

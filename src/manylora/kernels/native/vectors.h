@@ -66,7 +66,7 @@ INLINE vector multiply_add(vector a, vector b, vector c) {
 }
 
 /* Types of elements in memory; in registers all are float32. */
-typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FLOAT4, UINT4, FLOAT8 } Kind; /* FLOAT8: e4m3, without infinities */
+typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FLOAT4, UINT4, INT5, UINT5, INT6, FLOAT8 } Kind; /* FLOAT8: e4m3, without infinities */
 
 /* INT4, UINT4, and FLOAT4 (e2m1 times 2, so that all values are integers): two elements to a byte. */
 INLINE int is_four_bits(Kind kind) { return kind == INT4 || kind == FLOAT4 || kind == UINT4; }
@@ -126,6 +126,21 @@ INLINE vector widen_float8(const char *at) {
 #endif
 }
 
+/* float16, also its subnormals, infinities and NaNs. */
+INLINE vector widen_float16(const char *at) {
+#if defined(__AVX512F__)
+    return (vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
+#else
+    const words code = widen_uint16(at), size = code & 0x7fff, high = (words)(size >= 0x7c00);
+    const vector small = __builtin_convertvector((integers)size, vector) * all(0x1p-24f);
+    const words normal = (size << 13) + ((112u << 23) & ~high) + ((224u << 23) & high);
+    const words tiny = (words)(size < 0x400);
+    return (vector)(((words)small & tiny) | (normal & ~tiny) | (code & 0x8000) << 16);
+#endif
+}
+
 /* LANES elements at any address: in a file they lie behind a header of any length. */
 INLINE vector widen(Kind kind, const char *at) {
     if (kind == FLOAT8) return widen_float8(at);
@@ -134,22 +149,8 @@ INLINE vector widen(Kind kind, const char *at) {
     return (vector)(widen_uint16(at) << 16);
 }
 
-/* INT4: the low or the high 4 bits of LANES bytes, as -8 to 7; UINT4: as 0 to 15. */
-INLINE vector widen_halves(Kind kind, const char *at, int high) {
-    const words both = widen_uint8(at), index = high ? both >> 4 : both;
-#ifdef __AVX512F__ /* the lowest four bits index a table: two instructions less */
-    const __m512 below = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-    const __m512 above = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return (vector)_mm512_permutexvar_ps((__m512i)index, kind == INT4 ? below : above);
-#else
-    const integers number = (integers)(high ? index : index & 15);
-    return __builtin_convertvector(kind == INT4 ? number - 8 : number, vector);
-#endif
-}
-
-/* FLOAT4: the low or the high 4 bits of LANES bytes, as 0, 1, 2, 3, 4, 6, 8, 12 or the negative of these. */
-INLINE vector widen_float4(const char *at, int high) {
-    const words both = widen_uint8(at), index = high ? both >> 4 : both;
+/* FLOAT4: codes, in the lowest 4 bits, as 0, 1, 2, 3, 4, 6, 8, 12 or the negative of these. */
+INLINE vector widen_float4(const words index) {
 #if defined(__AVX512F__)
     const __m512 table = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     return (vector)_mm512_permutexvar_ps((__m512i)index, table);
@@ -236,6 +237,11 @@ INLINE float total(vector v) {
 /* Prefetches memory into the L1 cache. The address need not be valid. */
 INLINE void fetch(const char *from, int64_t size) {
     UNROLL for (int64_t i = 0; i < size; i += LINE) __builtin_prefetch(from + i);
+}
+
+/* The same for sizes that are not known to the compiler. */
+INLINE void fetch_some(const char *from, int64_t size) {
+    for (int64_t i = 0; i < size; i += LINE) __builtin_prefetch(from + i);
 }
 
 INLINE vector choose(integers which, vector a, vector b) {

@@ -103,7 +103,8 @@ INLINE void add_inputs(const int rows, const int panels, const Kind kind, const 
     const float *x = from->x;
     const char *w = from->w, *next = from->next;
     for (int64_t k = 0; k < depth; k += inputs, w += bytes_of(kind), x += step, next += t->pace) {
-        if (panels == 1) __builtin_prefetch(next); /* several streams the hardware prefetches */
+        if (panels == 1) __builtin_prefetch(next);
+        else UNROLL for (int p = 0; p < panels; p++) fetch(w + p * t->hop + AHEAD, bytes_of(kind));
         UNROLL for (int i = 0; i < inputs; i++) {
             vector few[TILE_ROWS];
             if (panels > 1) UNROLL for (int r = 0; r < rows; r++) few[r] = all(x[r * t->stride + i]);

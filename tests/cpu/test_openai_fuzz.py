@@ -132,6 +132,8 @@ def complaint_about(status: int, text: str, method: str, *, of_ollama: bool = Fa
             return f"{status} has no error object: {text[:300]}"
         if of_ollama:
             return None if isinstance(error, str) and "\n" not in error else f"no text: {text[:300]}"
+        if "error_type" in whole:  # TGI's
+            return None if isinstance(error, str) else f"no text: {text[:300]}"
         if whole.get("type") == "error":  # Anthropic's
             return None if set(error) == {"type", "message"} else f"not its error object: {text[:300]}"
         if set(error) != {"message", "type", "param", "code"} or not isinstance(error["code"], str):

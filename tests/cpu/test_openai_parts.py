@@ -104,7 +104,7 @@ def test_every_route_counts_towards_a_keys_limits_or_says_why_not() -> None:
         *(f"ollama.{name}" for name in ("chat", "generate", "embed", "embeddings", "show")),
         *(f"pooled.{name}" for name in ("embeddings", "classify", "score", "rerank", "pooling")),
         *(f"batches.{name}" for name in ("upload", "delete", "content", "create", "cancel")),
-        "messages", "count_tokens",
+        "messages", "count_tokens", "tgi.generate", "tgi.generate_stream", "tgi.compat",
     }  # fmt: skip
 
 

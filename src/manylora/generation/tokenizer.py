@@ -223,6 +223,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._library.get_vocab_size()
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether texts leave it out."""
+        return token_id in self._special
+
     @property
     def eos_id(self) -> int | None:
         return self._named_id("eos_token")

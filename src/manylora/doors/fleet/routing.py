@@ -223,6 +223,12 @@ def requested_adapter(fields: Mapping[str, Any], bases: Sequence[str], aliases: 
     fields: of the body, not validated. A wrong guess only costs a cold load.
     """
     lora, request = fields.get("lora"), fields.get("lora_request")
+    given = fields.get("parameters")  # of TGI's and LoRAX's API
+    if isinstance(given, dict):
+        merged = given.get("merged_adapters")
+        ids = merged.get("ids") if isinstance(merged, dict) else None
+        members = [{"name": one} for one in ids] if isinstance(ids, list) else lora
+        fields, lora = {**fields, "adapter_id": given.get("adapter_id")}, members
     named = [fields.get(name) for name in ("lora_model", "adapter_id", "lora_path")]
     named.append(request.get("lora_name") if isinstance(request, dict) else None)
     first = lora[0] if isinstance(lora, list) and lora else None

@@ -35,7 +35,7 @@ from manylora.doors.http.batches.store import BATCH_KEY, BatchStore
 from manylora.doors.http.options import ServeOptions
 from manylora.doors.http.page.cache_status import CacheStatus
 from manylora.doors.http.page.page import BODIES, docs_page, document, page_file
-from manylora.doors.http.serving import anthropic, ollama, transport
+from manylora.doors.http.serving import anthropic, ollama, tgi, transport
 from manylora.doors.http.serving.backend import Backend
 from manylora.doors.http.serving.inference import Inference
 from manylora.doors.http.serving.keys import ApiKey, HostCheck, Keyring
@@ -141,6 +141,9 @@ ROUTES = [
     ("GET", "/api/ps", "ollama_running"),
     ("GET", "/api/version", "ollama_version"),
     ("POST", "/v1/embeddings", "pooled.embeddings"),
+    *(("POST", f"/{name}", f"tgi.{name}") for name in ("generate", "generate_stream")),
+    ("POST", "/", "tgi.compat"),
+    ("GET", "/info", "tgi_info"),
     *(("POST", f"{prefix}/classify", "pooled.classify") for prefix in ("/v1", "")),
     *(("POST", f"{prefix}/score", "pooled.score") for prefix in ("/v1", "")),
     *(("POST", f"{prefix}/rerank", "pooled.rerank") for prefix in ("/v1", "/v2", "")),
@@ -158,7 +161,7 @@ FREE = {
     "probe": "its answers are shared, so that many requests cost as much as one",
     "show_metrics": "monitoring asks all the time",
     "cache": "the page asks all the time",
-    **dict.fromkeys(("models", "model", "ollama_tags", "ollama_running"), LISTS),
+    **dict.fromkeys(("models", "model", "ollama_tags", "ollama_running", "tgi_info"), LISTS),
     **dict.fromkeys(("batches.file", "batches.files", "batches.batch", "batches.list"), POLLED),
     **dict.fromkeys(("version", "describe", "docs", "page", "ollama_version"), "needs no key"),
 }
@@ -178,6 +181,7 @@ class _Routes:
         self.count_tokens = partial(anthropic.count_tokens, inference)
         self.pooled = PooledApi(inference, context.pooling)
         self.ollama = ollama.OllamaApi(inference, self.pooled, context.created, context.options.folder)
+        self.tgi = tgi.TgiApi(inference, context.options.max_queue_size)
         self.adapters = AdapterRoutes(
             self._body,
             context.keyring,
@@ -211,6 +215,10 @@ class _Routes:
 
     async def ollama_version(self, request: Request) -> Response:
         return JSONResponse({"version": ollama.VERSION})
+
+    async def tgi_info(self, request: Request) -> Response:
+        self.key(request)
+        return JSONResponse(self.tgi.info())
 
     async def models(self, request: Request) -> Response:
         key = self.key(request)
@@ -362,6 +370,8 @@ def _error_at(request: Request, path: str, error: ApiError) -> Response:
     if path.startswith(ANTHROPIC):
         body = anthropic.error_body(error) | {"request_id": request_id(request)}
         return JSONResponse(body, error.status, headers=error.headers)
+    if path in tgi.PATHS or (path == "/" and request.method == "POST"):
+        return tgi.error_response(error)
     if not path.startswith(OLLAMA):
         return error_response(error)
     error = renamed(error, NAMES)
@@ -385,8 +395,6 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
             hint = f"did you mean {like}?"
         elif path.startswith("/v2"):
             hint = "it belongs to Triton, which manylora triton starts; this is manylora serve"
-        elif path.startswith("/generate"):
-            hint = "ask /v1/completions or /v1/chat/completions"
         reason = f"{method} {path[:200]}: there is no such path: {hint}"
     elif status == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = (error.headers or {}).get("Allow", "another method")

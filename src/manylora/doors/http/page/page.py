@@ -14,6 +14,7 @@ from starlette.responses import Response
 from manylora.doors.http.api import ollama_request, schema
 from manylora.doors.http.api.errors import ApiError
 from manylora.doors.http.api.schema import Body
+from manylora.doors.http.api.tgi_request import TgiRequest
 from manylora.doors.http.serving import anthropic, pooled
 from manylora.doors.http.serving.responses_api import ResponsesRequest
 from manylora.version import __version__
@@ -32,6 +33,9 @@ BODIES: dict[str, type[Body]] = {
     "adapters.load": schema.LoadRequest,
     "adapters.unload": schema.UnloadRequest,
     "adapters.pin": schema.PinRequest,
+    "tgi.generate": TgiRequest,
+    "tgi.generate_stream": TgiRequest,
+    "tgi.compat": TgiRequest,
     "pooled.embeddings": pooled.EmbeddingRequest,
     "pooled.classify": pooled.ClassifyRequest,
     "pooled.score": pooled.ScoreRequest,
@@ -110,7 +114,9 @@ def page_file(name: str, if_none_match: str = "") -> Response:
 def document(routes: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
     """The OpenAPI document. routes: method, path, name of the handler."""
     reference = "#/components/schemas/{model}"
-    _, schemas = models_json_schema([(m, "validation") for m in BODIES.values()], ref_template=reference)
+    _, schemas = models_json_schema(
+        [(m, "validation") for m in dict.fromkeys(BODIES.values())], ref_template=reference
+    )
     paths: dict[str, dict[str, Any]] = {}
     for method, path, name in routes:
         path = path.replace(":path}", "}")
@@ -129,7 +135,9 @@ def document(routes: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
 
 def _operation(method: str, path: str, name: str) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    operation = path.strip("/").replace("/", "_").replace("{", "").replace("}", "") or "page"
+    operation = path.strip("/").replace("/", "_").replace("{", "").replace("}", "") or (
+        "page" if method == "GET" else "generate_or_stream"
+    )
     found: dict[str, Any] = {
         "operationId": f"delete_{operation}" if method == "DELETE" else operation,
         "responses": {"200": {"description": "OK"}, "default": {"description": "Error", "content": error}},

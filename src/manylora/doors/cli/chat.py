@@ -9,7 +9,7 @@ import secrets
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -216,7 +216,7 @@ class Server:
         self._url = options.url.rstrip("/").removesuffix("/v1") + "/v1"
         given = {"temperature": options.temperature, "max_tokens": options.max_tokens}
         self._fields = {name: value for name, value in given.items() if value is not None}
-        with self._open("models") as answer:
+        with ask_server(self._url, "models") as answer:
             cards = json.load(answer)["data"]
         bases = [card["id"] for card in cards if not card.get("parent")]
         self._base = options.model or next(iter(bases), "")
@@ -224,7 +224,7 @@ class Server:
 
     def answer(self, messages: Sequence[dict[str, str]], adapter: str | None) -> Pieces:
         asked = {**self._fields, "model": adapter or self._base, "messages": messages, "stream": True}
-        with self._open("chat/completions", json.dumps(asked).encode()) as answer:
+        with ask_server(self._url, "chat/completions", asked) as answer:
             for line in answer:
                 data = line.decode().removeprefix("data:").strip()
                 if data and data != "[DONE]":
@@ -237,19 +237,21 @@ class Server:
     def close(self) -> None:
         pass
 
-    def _open(self, path: str, body: bytes | None = None) -> Any:
-        """Raises RequestError."""
-        key = os.environ.get("OPENAI_API_KEY", "none")
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        request = urllib.request.Request(f"{self._url}/{path}", body, headers)
-        try:
-            return urllib.request.urlopen(request)
-        except urllib.error.HTTPError as error:
-            with suppress(ValueError, LookupError, TypeError):
-                raise RequestError(json.load(error)["error"]["message"]) from None
-            raise RequestError(f"{self._url}/{path}: {error}") from None
-        except OSError as error:
-            raise RequestError(f"{self._url} does not answer: {getattr(error, 'reason', error)}") from None
+
+def ask_server(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    """The answer, opened. body: sent as JSON. The key is OPENAI_API_KEY. Raises RequestError."""
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}/{path}", data, headers)
+    try:
+        return urllib.request.urlopen(request)
+    except urllib.error.HTTPError as error:
+        with suppress(ValueError, LookupError, TypeError):
+            raise RequestError(json.load(error)["error"]["message"]) from None
+        raise RequestError(f"{url}/{path}: {error}") from None
+    except OSError as error:
+        raise RequestError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
 
 
 def _adapter(given: str, below_root: bool) -> tuple[str, str]:

@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": "serve a model and its adapters over HTTP (OpenAI API)",
     "tool": "run the scripts and clients known from tensorrtllm_backend",
     "triton": "start, stop or show a Triton server with a model and its adapters",
+    "verify": "compare served log probabilities with transformers + PEFT",
 }
 """Name -> description. A module of `manylora.doors.cli` has `main(arguments) -> exit status`."""
 PAGE = "manylora serve MODEL has a page to try it, http://localhost:8000/, and any OpenAI client works"

@@ -1,0 +1,408 @@
+"""manylora verify: whether a model and its adapters are served as transformers + PEFT compute them."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from manylora.checkpoints.gguf.folder import linked_files
+from manylora.config.hub import is_hub_id, local_adapter, local_model
+from manylora.doors.cli.chat import ask_server
+from manylora.errors import ConfigError, ManyloraError, RequestError
+from manylora.generation.tokenizer import Tokenizer
+from manylora.system.command_line import Parser
+
+if TYPE_CHECKING:
+    import torch
+
+DESCRIPTION = """Compare the log probabilities that a served model gives, with each adapter, with those of
+transformers + PEFT in float32. The noise floor is how far the served base model is from them, and the
+reference itself in the served dtype. Status 0: all agree within it; 1: one does not; 2: not compared."""
+PROMPTS = (
+    "The capital of France is Paris. The capital of Japan is",
+    "Question: A train leaves at 9:40 and arrives at 11:15. How long does it travel?\nAnswer:",
+    "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n",
+    '{"name": "Ada", "age": 36, "languages": ["English", "French"], "city":',
+    "Dear Sir or Madam,\n\nI am writing to complain about the delay of my order, which was due",
+    "SELECT customer, SUM(amount) FROM orders WHERE year = 2024 GROUP BY",
+    "Übersetze ins Deutsche: The weather is nice today. →",
+    "Once upon a time there was a king who had three daughters. The youngest",
+)
+BASE = "base model"
+TOKENS = 16  # that a served model adds to each prompt: they are compared too
+AT_ONCE = 8  # adapters in one batch, so that mixed batches are what is compared
+FACTOR = 3.0  # of the noise floor that is allowed
+LEAST_MAX, LEAST_MEAN = 0.02, 0.002  # allowed in any case: adapters may be rounded to 16 bits
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A text's token ids, and of each after the first its log probability and the most probable id there.
+
+    best: None if a server does not tell.
+    """
+
+    ids: Sequence[int]
+    logprobs: np.ndarray
+    best: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of log probabilities of `tokens` tokens. argmax: how many have another most probable token."""
+
+    max: float = 0.0
+    mean: float = 0.0
+    argmax: int | None = None
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, some: Sequence[Scored], others: Sequence[Scored]) -> Difference:
+        pairs = list(zip(some, others, strict=True))
+        apart = np.concatenate([np.abs(a.logprobs - b.logprobs) for a, b in pairs])
+        apart = np.where(np.isnan(apart), np.inf, apart)
+        others_best = [(a.best, b.best) for a, b in pairs if a.best is not None and b.best is not None]
+        argmax = sum(int(np.count_nonzero(a != b)) for a, b in others_best) if others_best else None
+        return cls(float(apart.max()), float(apart.mean()), argmax, len(apart))
+
+    def over(self, other: Difference) -> Difference:
+        """The larger of both."""
+        return replace(self, max=max(self.max, other.max), mean=max(self.mean, other.mean))
+
+
+@dataclass(frozen=True)
+class Result:
+    """noise: the noise floor. effect: what the adapter changes in the reference."""
+
+    name: str
+    served: Difference = Difference()
+    noise: Difference = Difference()
+    effect: Difference | None = None
+    problem: str = ""
+
+    def agrees(self, tolerance: float | None) -> bool:
+        """tolerance: allowed maximum, instead of a multiple of the noise floor."""
+        if tolerance is not None:
+            return not self.problem and self.served.max <= tolerance
+        most, mean = max(LEAST_MAX, FACTOR * self.noise.max), max(LEAST_MEAN, FACTOR * self.noise.mean)
+        return not self.problem and self.served.max <= most and self.served.mean <= mean
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return _verify(options)
+    except ImportError as error:
+        print(f"manylora verify needs {error.name}: pip install 'manylora[reference]'", file=sys.stderr)
+    except (ManyloraError, ValueError, OSError) as error:
+        print(f"manylora verify: {error}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="manylora verify", description=DESCRIPTION)
+    add: Callable[..., Any] = parser.add_argument
+    add("model", metavar="MODEL", help="Hugging Face folder, GGUF file, or hub id org/name")
+    adapter = "an adapter; PATH: a PEFT folder or hub id. May be repeated, or take several values"
+    add("--lora", "--lora-modules", action="extend", nargs="+", default=[], metavar="NAME=PATH", help=adapter)
+    add("--lora-root", type=Path, metavar="FOLDER", help="folder with one adapter per subfolder")
+    add("--reference", choices=("hf", "peft"), default="hf", help="transformers + PEFT; both names mean it")
+    other = "the base model for the reference, if transformers cannot read MODEL"
+    add("--reference-model", metavar="MODEL", help=other)
+    add("--prompts", type=Path, metavar="FILE", help="a prompt per line; default: eight short texts")
+    add(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest difference allowed, instead of the noise floor's",
+    )
+    add("--device", help="of the served model: auto, cpu, cuda, cuda:N")
+    dtypes = ("auto", "float32", "float16", "bfloat16")
+    add("--dtype", choices=dtypes, help="of the served model; with --url: for the noise floor only")
+    add("--url", metavar="ADDRESS", help="a running server with OpenAI's API; its key: OPENAI_API_KEY")
+    add("--model", dest="served", metavar="NAME", help="the base model's name there; default: its first")
+    add("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def _verify(options: argparse.Namespace) -> int:
+    """Raises ConfigError, RequestError, ValueError, OSError, ImportError."""
+    adapters = _adapters(options)
+    prompts: Sequence[str] = PROMPTS
+    if options.prompts is not None:
+        lines = options.prompts.read_text(encoding="utf-8").splitlines()
+        prompts = [line for line in lines if line.strip()]
+    folder = local_model(options.model)
+    reference = folder if options.reference_model is None else local_model(options.reference_model)
+    import peft  # noqa: F401 - before the model is served
+    import transformers  # noqa: F401
+
+    warnings.simplefilter("ignore")  # of these libraries
+    tokenizer = Tokenizer(folder)
+    ids = [tuple(tokenizer.encode(text)) for text in prompts]
+    if min(map(len, ids), default=0) < 2:
+        raise ConfigError(f"{options.prompts}: each line is a prompt, and must have at least two tokens")
+    _say(f"serving {options.model} …")
+    serve = _by_server if options.url else _by_llm
+    served, problems, dtype = serve(options, folder, adapters, ids)
+    gc.collect()
+    results = _compare(reference, adapters, served, dtype)
+    results += [Result(name, problem=problem) for name, problem in problems.items()]
+    return _report(options, results, dtype)
+
+
+def _adapters(options: argparse.Namespace) -> dict[str, Path]:
+    """Raises ConfigError."""
+    found = {}
+    if options.lora_root is not None:
+        if not options.lora_root.is_dir():
+            raise ConfigError(f"--lora-root {options.lora_root} is no folder")
+        files = sorted(options.lora_root.glob("*/adapter_config.json"))
+        found = {file.parent.name: file.parent for file in files}
+    for given in options.lora:
+        name, equals, path = given.partition("=")
+        if not (name and path and equals) or not (Path(path).exists() or is_hub_id(path)):
+            raise ConfigError(f"--lora must be NAME=PATH with a path that exists or a hub id, got {given!r}")
+        found[name] = local_adapter(path)
+    return found
+
+
+Served = tuple[dict[str, list[Scored]], dict[str, str], "torch.dtype"]
+"""By name what was served, and why not; the dtype that was computed in."""
+
+
+def _by_llm(
+    options: argparse.Namespace, folder: Path, adapters: Mapping[str, Path], ids: list[tuple[int, ...]]
+) -> Served:
+    """All adapters together, in this process. Raises ConfigError, RequestError."""
+    from manylora.doors.python.llm import LLM
+    from manylora.doors.python.lora import LoRARequest
+    from manylora.generation.sampling import SamplingParams
+    from manylora.kernels.device import open_device
+    from manylora.model.checkpoint import read_model_config
+    from manylora.model.weights import compute_dtype
+
+    config = read_model_config(folder)
+    if config.encoder is not None or not config.makes_text:
+        raise ConfigError(f"{folder} is no decoder that makes text: its log probabilities cannot be compared")
+    params = SamplingParams(max_tokens=TOKENS, return_context_logits=True, return_generation_logits=True)
+    found: dict[str, list[Scored]] = {BASE: []}
+    problems: dict[str, str] = {}
+    with LLM(
+        str(folder),
+        enable_lora=True if adapters else None,
+        max_batch_size=AT_ONCE,
+        max_seq_len=min(config.max_seq_len, max(map(len, ids)) + TOKENS),
+        device=options.device,
+        dtype=options.dtype,
+    ) as llm:
+        chosen: dict[str, LoRARequest | None] = {BASE: None}
+        for number, (name, path) in enumerate(adapters.items(), 1):
+            request = LoRARequest(name, number, str(path))
+            try:
+                llm.generate([list(ids[0])], SamplingParams(max_tokens=1), request, use_tqdm=False)
+            except RequestError as error:
+                problems[name] = f"it is not served: {error}"
+            else:
+                chosen[name], found[name] = request, []
+        names = list(chosen)
+        for prompt in ids:
+            for start in range(0, len(names), AT_ONCE):
+                some = names[start : start + AT_ONCE]
+                asked = [list(prompt)] * len(some), params, [chosen[name] for name in some]
+                outputs = llm.generate(*asked, use_tqdm=False)
+                assert isinstance(outputs, list)
+                for name, output in zip(some, outputs, strict=True):
+                    made, more = output.outputs[0], output.outputs[0].generation_logits
+                    assert output.context_logits is not None
+                    rows = output.context_logits[: len(prompt) - 1]
+                    rows = rows if more is None else np.concatenate([rows, more])
+                    found[name].append(_scored((*prompt, *made.token_ids)[: len(rows) + 1], rows))
+        dtype = compute_dtype(llm.config.dtype, config, open_device(llm.config.device))
+    return found, problems, _chosen(options, dtype)
+
+
+def _by_server(
+    options: argparse.Namespace, folder: Path, adapters: Mapping[str, Path], ids: list[tuple[int, ...]]
+) -> Served:
+    """Prompts only, one after the other. Raises RequestError for the base model."""
+    import torch
+
+    from manylora.model.checkpoint import read_model_config
+
+    url = options.url.rstrip("/").removesuffix("/v1") + "/v1"
+    base = options.served
+    if base is None:
+        with ask_server(url, "models") as answer:
+            base = next((one["id"] for one in json.load(answer)["data"] if not one.get("parent")), "")
+    found, problems = {BASE: [_ask(url, base, one) for one in ids]}, {}
+    for name in adapters:
+        try:
+            found[name] = [_ask(url, name, one) for one in ids]
+        except RequestError as error:
+            problems[name] = f"it is not served: {error}"
+    return found, problems, _chosen(options, getattr(torch, read_model_config(folder).dtype))
+
+
+def _chosen(options: argparse.Namespace, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that weights were rounded to: as asked for, else that of the model."""
+    import torch
+
+    return dtype if options.dtype in (None, "auto") else getattr(torch, options.dtype)
+
+
+def _ask(url: str, model: str, ids: Sequence[int]) -> Scored:
+    """Raises RequestError."""
+    asked = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0}
+    try:
+        with ask_server(url, "completions", {**asked, "prompt_logprobs": 1}) as answer:
+            rows = json.load(answer)["choices"][0]["prompt_logprobs"][1:]
+        logprobs = [row[str(one)]["logprob"] for one, row in zip(ids[1:], rows, strict=True)]
+        best = [int(max(row, key=lambda one: row[one]["logprob"])) for row in rows]
+        return Scored(ids, np.array(logprobs), np.array(best))
+    except (RequestError, LookupError, TypeError, ValueError):  # a server without prompt_logprobs
+        with ask_server(url, "completions", {**asked, "echo": True, "logprobs": 1}) as answer:
+            found = json.load(answer)["choices"][0].get("logprobs") or {}
+    known = (found.get("token_logprobs") or [])[1 : len(ids)]
+    if len(known) != len(ids) - 1 or None in known:
+        raise RequestError("the server gives no log probabilities of prompts (prompt_logprobs, or echo)")
+    return Scored(ids, np.array(known))
+
+
+def _scored(ids: Sequence[int], rows: np.ndarray) -> Scored:
+    """rows: [len(ids) - 1, vocabulary] logits; row i predicts ids[i + 1]."""
+    most = rows.max(axis=1, keepdims=True)
+    total = most[:, 0] + np.log(np.exp(rows - most, dtype=np.float32).sum(axis=1, dtype=np.float64))
+    chosen = rows[np.arange(len(rows)), list(ids[1:])]
+    return Scored(ids, chosen - total, rows.argmax(axis=1))
+
+
+def _compare(
+    folder: Path, adapters: Mapping[str, Path], served: Mapping[str, list[Scored]], dtype: torch.dtype
+) -> list[Result]:
+    """One reference model at a time is in memory. Raises ConfigError."""
+    import torch
+
+    known: dict[torch.dtype, dict[str, list[Scored]]] = {torch.float32: {}, dtype: {}}
+    plain: dict[str, list[Scored]] = {}  # the same texts without the adapter
+    problems: dict[str, str] = {}
+    for kind, found in known.items():
+        _say(f"computing the reference in {_name(kind)} …")
+        model = _load(folder, kind)
+        for name, texts in served.items():
+            if kind == torch.float32:
+                plain[name] = _reference(model, texts)
+            try:
+                with _with_adapter(model, adapters.get(name)) as adapted:
+                    found[name] = _reference(adapted, texts)
+            except Exception as error:  # PEFT has no class of its own for what it cannot read
+                problems[name] = f"PEFT cannot read it: {type(error).__name__}: {str(error)[:300]}"
+        del model
+        gc.collect()
+    exact, results = known[torch.float32], []
+    for name, texts in served.items():
+        if name in problems:
+            results.append(Result(name, problem=problems[name]))
+            continue
+        effect = None if name == BASE else Difference.of(exact[name], plain[name])
+        noise = Difference.of(known[dtype][name], exact[name])
+        results.append(Result(name, Difference.of(texts, exact[name]), noise, effect))
+    return results
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    """Raises ConfigError."""
+    import transformers
+
+    files = linked_files(folder)
+    source = {"gguf_file": files[0].resolve().name} if files else {}
+    where = files[0].resolve().parent if files else folder
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        return load(where, dtype=dtype, low_cpu_mem_usage=True, **source).eval()
+    except (ValueError, KeyError, OSError, ImportError, NotImplementedError) as error:
+        reason = f"transformers cannot read {where}: {str(error)[:300]}; name another with --reference-model"
+        raise ConfigError(reason) from error
+
+
+@contextmanager
+def _with_adapter(model: Any, path: Path | None) -> Iterator[Any]:
+    """Raises ValueError if PEFT leaves tensors of the file out, and what PEFT raises."""
+    if path is None:
+        yield model
+        return
+    import peft
+
+    config = peft.PeftConfig.from_pretrained(str(path))
+    config.inference_mode = True
+    adapted = peft.get_peft_model(model, config)
+    try:
+        left = adapted.load_adapter(str(path), "default").unexpected_keys
+        if left:
+            raise ValueError(f"it leaves out {len(left)} tensors, as {left[0]}")
+        yield adapted.eval()
+    finally:
+        if hasattr(adapted.base_model, "unload"):
+            adapted.unload()
+
+
+def _reference(model: Any, texts: Sequence[Scored]) -> list[Scored]:
+    import torch
+
+    found = []
+    with torch.inference_mode():
+        for text in texts:
+            logits = model(torch.tensor([list(text.ids)])).logits[0, -len(text.ids) : -1]
+            found.append(_scored(text.ids, logits.float().numpy()))
+    return found
+
+
+def _report(options: argparse.Namespace, results: Sequence[Result], dtype: torch.dtype) -> int:
+    """Print it, and return the exit status."""
+    base = results[0].served
+    results = [results[0], *(replace(one, noise=one.noise.over(base)) for one in results[1:])]
+    verdicts = ["PASS" if one.agrees(options.tolerance) else "FAIL" for one in results]
+    failed = verdicts.count("FAIL")
+    if options.json:
+        rows = [{**asdict(one), "verdict": verdict} for one, verdict in zip(results, verdicts, strict=True)]
+        shown = {"model": options.model, "dtype": _name(dtype), "reference": "float32", "results": rows}
+        print(json.dumps(shown | {"verdict": "FAIL" if failed else "PASS"}, indent=2))
+        return int(failed > 0)
+    width = max(len(one.name) for one in results)
+    print(f"log probabilities served in {_name(dtype)}: differences from transformers + PEFT in float32")
+    heads = ("max", "mean", "argmax", "noise max", "noise mean", "effect")
+    print(f"{'':<{width}}" + "".join(f"{head:>12}" for head in heads))
+    for one, verdict in zip(results, verdicts, strict=True):
+        if one.problem:
+            print(f"{one.name:<{width}}  {verdict}: {one.problem}")
+            continue
+        served, noise, effect = one.served, one.noise, one.effect
+        numbers = [f"{value:.2g}" for value in (served.max, served.mean, noise.max, noise.mean)]
+        numbers.insert(2, "-" if served.argmax is None else f"{served.argmax}/{served.tokens}")
+        numbers.append("" if effect is None else f"{effect.mean:.2g}")
+        little = effect is not None and effect.mean < max(LEAST_MEAN, FACTOR * noise.mean)
+        hint = ": the adapter changes less than this can tell" if little else ""
+        print(f"{one.name:<{width}}" + "".join(f"{one:>12}" for one in numbers) + f"  {verdict}{hint}")
+    print(f"FAIL: {failed} of {len(results)} differ by more than the noise" if failed else "PASS")
+    return int(failed > 0)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -59,6 +59,13 @@ class DrainingError(UnavailableError):
         super().__init__("Server is stopping: no new requests are taken, please send this one elsewhere")
 
 
+class SleepingError(UnavailableError):
+    """The engine's memory was given to others."""
+
+    def __init__(self) -> None:
+        super().__init__("The engine is asleep: wake it up first (POST /wake_up, or LLM.wake_up)")
+
+
 class RequestCancelledError(RequestError):
     """The answer to a cancelled request, with Triton's status for it."""
 

@@ -147,7 +147,6 @@ SERVE = ForeignNames(
         "ssl_cert_reqs": API_KEYS,
         "middleware": "put a proxy in front",
         "nnodes": "start the same command on each host by torchrun or mpirun",
-        "enable_sleep_mode": "stop the server, and start it again",
         "lora_target_modules": "lora_config.lora_target_modules in --config, with names such as attn_q",
         "fully_sharded": "adapters are always sharded over the ranks",
         "logits_processors": "use logit_bias and guided decoding in requests",
@@ -171,6 +170,7 @@ FLEET = ForeignNames(
     refused={
         "triton_url": "it names one Triton, and each replica has an engine of its own: use manylora serve",
         "triton_model": "each replica has an engine of its own: use manylora serve with --triton-url",
+        "enable_sleep_mode": "a request would reach only one replica: use manylora serve",
         "restart": "Ray starts replicas again that ended or were killed",
     }
 )

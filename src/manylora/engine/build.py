@@ -124,7 +124,6 @@ def build_rank(config: EngineConfig, info: RankInfo, comm: Collectives | None) -
     before = device.free_bytes()
     part = _load(config, device, info.rank, comm)
     decoder, local, dtype = part.decoder, part.local, part.dtype
-    decoder.dense = load_dense(config.model_dir, part.model.hidden_size, device.torch)
     kv_dtype = kv_cache_dtype(config, dtype, device)
     if decoder.has_quantised_experts:
         quant, targets = part.model.quant, config.lora.target_modules
@@ -166,6 +165,7 @@ def _load(config: EngineConfig, device: Device, rank: int, comm: Collectives | N
     if comm is not None:
         part = load_model_part(config, mapping_of(config, rank), comm, device)
         check_model(config, part.model)
+        part.decoder.dense = load_dense(config.model_dir, part.model.hidden_size, device.torch)
         return part
     model = read_model_config(config.model_dir)
     check_model(config, model)
@@ -178,7 +178,13 @@ def _load(config: EngineConfig, device: Device, rank: int, comm: Collectives | N
             text = "the weights take about %d MiB, and %d MiB are free on %s: loading them may fail"
             logger.warning(text, needed // 2**20, free // 2**20, device.name)
     decoder = load_decoder(config.model_dir, model, dtype, device, config.max_seq_len, config.quant)
+    decoder.dense = load_dense(config.model_dir, model.hidden_size, device.torch)
     return ModelPart(model, model, dtype, decoder)
+
+
+def load_weights(parts: RankParts) -> Decoder | EncoderDecoder:
+    """Of an engine with one rank, again. Raises ConfigError."""
+    return _load(parts.config, parts.device, 0, None).decoder
 
 
 def build_parts(config: EngineConfig, info: RankInfo) -> EngineParts:
@@ -222,12 +228,7 @@ def _rank_0(rank: RankParts, leader: Leader | None) -> EngineParts:
         slicer=rank.slicer,
         others=None if leader is None else Others(leader),
     )
-    runner = Runner(rank.decoder, rank.kv, device, adapters, rank.limits, leader=leader, states=rank.states)
-    if leader is None:
-        runner.compile_kernels()
-        _record_decoding(runner, rank)
-    elif device.torch.type != "cpu":
-        logger.info("with several ranks steps are neither recorded nor overlapped")
+    runner = open_runner(rank, adapters, leader)
     guides = None
     if config.tokenizer_dir is not None and model.makes_text:
         guides = Guides(config.tokenizer_dir, model.vocab_size, model.eos_token_ids)
@@ -244,6 +245,18 @@ def _rank_0(rank: RankParts, leader: Leader | None) -> EngineParts:
         overlap=overlap,
         leader=leader,
     )
+
+
+def open_runner(rank: RankParts, adapters: AdapterStore, leader: Leader | None = None) -> Runner:
+    runner = Runner(
+        rank.decoder, rank.kv, rank.device, adapters, rank.limits, leader=leader, states=rank.states
+    )
+    if leader is None:
+        runner.compile_kernels()
+        _record_decoding(runner, rank)
+    elif rank.device.torch.type != "cpu":
+        logger.info("with several ranks steps are neither recorded nor overlapped")
+    return runner
 
 
 def _record_decoding(runner: Runner, rank: RankParts) -> None:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from manylora.adapters.catalog.reader import AdapterReader
 from manylora.adapters.modules import LoraModule
 from manylora.config.engine import EngineConfig
-from manylora.engine.build import build_parts, end_ranks
+from manylora.engine.build import EngineParts, build_parts, end_ranks
 from manylora.engine.follower import follow
 from manylora.engine.kv_cache import KvCache, StatePool
 from manylora.engine.requests import LogitsMemory, Prepared, SequenceMaker
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
+from manylora.engine.sleeping import TAGS, Sleep
 from manylora.engine.step import Counters, FailedStep, LaunchedStep, ResultProcessor, take_event
 from manylora.engine.swaps import VersionSwaps
 from manylora.errors import QueueFullError, RequestError
@@ -77,6 +78,8 @@ class Engine:
         self._last_step = Step(())
         self._processed: Step | None = None  # by the last call of `step`
         self._in_flight: LaunchedStep | None = None  # its results are not processed yet
+        self._sleep: Sleep | None = None
+        self._stats_asleep: EngineStats | None = None
 
     @property
     def has_work(self) -> bool:
@@ -174,6 +177,40 @@ class Engine:
             )
         return events
 
+    def sleep(self, level: int) -> None:
+        """Free memory while there are no requests, as `Sleep`. Prefixes are forgotten, adapters stay. Raises
+        RequestError if there are several ranks.
+        """
+        assert not self._requests
+        if self._parts.leader is not None:
+            raise RequestError("sleep needs an engine with one rank: stop the server instead")
+        if self._sleep is not None and self._sleep.level >= level:
+            return
+        if self._sleep is None:
+            self._process(self._in_flight)
+            self._kv.drop_all()
+            self._stats_asleep = self.stats()
+        elif self._sleep.missing != set(TAGS):
+            raise RequestError("wake the engine up wholly before it sleeps again")
+        self._in_flight, self._processed, self._last_step = None, None, Step(())
+        self._sleep = Sleep(self._parts, level)
+        assert self._stats_asleep is not None
+        weights = self._stats_asleep.weight_bytes if level == 1 else 0
+        self._stats_asleep = replace(self._stats_asleep, kv_bytes=0, weight_bytes=weights)
+        self._take_parts(self._sleep.asleep)
+        self._sleep.free()
+
+    def wake_up(self, tags: set[str]) -> bool:
+        """Get the memory of these TAGS back. Whether requests can be served again. Raises ConfigError."""
+        if self._sleep is not None and (parts := self._sleep.wake(tags)) is not None:
+            self._sleep = self._stats_asleep = None
+            self._take_parts(parts)
+        return self._sleep is None
+
+    def _take_parts(self, parts: EngineParts) -> None:
+        self._parts, self._runner = parts, parts.runner
+        self._maker = SequenceMaker(self.config, parts, self._scheduler.speculation)
+
     def close(self) -> None:
         """Drop all requests without events, and end the threads and the other ranks. Idempotent."""
         for sequence in self.open_sequences():
@@ -227,6 +264,8 @@ class Engine:
         self.adapters.check()
 
     def stats(self) -> EngineStats:
+        if self._stats_asleep is not None:
+            return replace(self._stats_asleep, adapters=self.adapters.stats())
         parts, scheduler, last_step = self._parts, self._scheduler, self._last_step
         chunks = last_step.chunks if scheduler.has_work else ()
         num_context = sum(chunk.in_context for chunk in chunks)

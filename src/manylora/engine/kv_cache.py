@@ -389,6 +389,11 @@ class KvCache:
                     self._idle.discard(block)
                     self._forget(block)
 
+    def drop_all(self) -> None:
+        """Forget all blocks that no sequence uses."""
+        while self._idle:
+            self._forget(self._idle.pop())
+
     def shared(self, sequence: Sequence, other: Sequence, start: int, count: int) -> int:
         """How many of these tokens, now computed for `other`, a sequence without blocks can use then."""
         size, known = self.tokens_per_block, len(other.kv.nodes) * self.tokens_per_block

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine, open_engine
 from manylora.engine.requests import Prepared
+from manylora.engine.sleeping import TAGS
 from manylora.errors import (
     AdapterNotCachedError,
     DrainingError,
     EngineDeadError,
     GroupLostError,
+    ManyloraError,
     QueueFullError,
     RequestError,
+    SleepingError,
 )
 from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Request, Sink
 from manylora.stats import CacheMap, EngineStats
@@ -67,6 +70,8 @@ class EngineLoop:
         self._num_prepared = 0  # requests on the preparing and compiling threads, or waiting for these
         self._preparing: Counter[int] = Counter()  # task id -> requests on the preparing thread
         self._closing = False
+        self.is_sleeping = False  # requests are refused
+        self._to_sleep: list[tuple[int, Future[None]]] = []  # until open requests have ended
         self.death: EngineDeadError | None = None
         self._publishing: set[Future[AdapterVersion]] = set()
         # Changed by the engine thread only.
@@ -119,6 +124,8 @@ class EngineLoop:
             limit = self._engine.max_queue_size
             if self._closing:
                 refusal = refusal or DrainingError()
+            elif self.is_sleeping:
+                refusal = refusal or SleepingError()
             elif limit and self._num_prepared >= limit:
                 refusal = refusal or QueueFullError(limit)
             if refusal is None:
@@ -198,6 +205,40 @@ class EngineLoop:
     def unpin(self, task_id: int) -> None:
         """Allow its eviction again. No effect for an unknown id."""
         self._inbox.put(partial(self._engine.unpin, task_id))
+
+    def sleep(self, level: int = 1) -> Future[None]:
+        """Refuse requests from now on, and free memory as `Engine.sleep` when the open ones have ended. May
+        raise RequestError and EngineDeadError.
+        """
+        done: Future[None] = Future()
+        with self._lock:
+            if self.death:
+                raise self.death
+            self.is_sleeping = True
+            self._to_sleep.append((level, done))
+        self._inbox.put(self._try_to_sleep)
+        return done
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> Future[None]:
+        """Get the memory back that `sleep` freed. tags: parts of `sleeping.TAGS`; requests are taken again
+        after the last of them. None: all. May raise RequestError, ConfigError and EngineDeadError.
+        """
+        wrong = next((one for one in tags or () if one not in TAGS), None)
+        if wrong is not None:
+            raise RequestError(f"tags must be of {', '.join(TAGS)}, got {wrong!r}")
+        done: Future[None] = Future()
+        with self._lock:
+            if self.death:
+                raise self.death
+
+        def wake() -> None:
+            waiting, self._to_sleep = self._to_sleep, []
+            for _, other in waiting:
+                other.set_exception(RequestError("wake_up was called before the engine slept"))
+            self._apart(done, lambda: self._woke(set(TAGS if tags is None else tags)))
+
+        self._inbox.put(wake)
+        return done
 
     def close(self, drain: bool = True) -> None:
         """Refuse new requests, finish (or cancel) open ones, then end the threads. Idempotent."""
@@ -320,6 +361,33 @@ class EngineLoop:
             self._inbox.get()()
         return self.death is None
 
+    def _try_to_sleep(self) -> None:
+        """Once no request is open."""
+        while self._to_sleep and not self._sinks:
+            level, done = self._to_sleep.pop(0)
+            self._apart(done, partial(self._slept, level))
+
+    def _slept(self, level: int) -> None:
+        try:
+            self._engine.sleep(level)
+        except BaseException:
+            self.is_sleeping = False
+            raise
+
+    def _woke(self, tags: set[str]) -> None:
+        self.is_sleeping = not self._engine.wake_up(tags)
+
+    def _apart(self, done: Future[None], action: Command) -> None:
+        """Run what may take as long as a start, during which the thread does not count as stuck."""
+        self._idle = True
+        try:
+            action()
+        except Exception as error:
+            done.set_exception(error if isinstance(error, ManyloraError) else as_refusal(error, "It failed"))
+        else:
+            done.set_result(None)
+        self._turn_at, self._idle = time.monotonic(), False
+
     def _take_stats(self) -> None:
         self._stats, self._stats_at = self._engine.stats(), time.monotonic()
 
@@ -358,6 +426,8 @@ class EngineLoop:
         if event.last:
             with self._lock:
                 sink = self._sinks.pop(ticket, None)
+            if self._to_sleep and not self._sinks:
+                self._inbox.put(self._try_to_sleep)
         if sink is not None:  # otherwise `_die` has called it
             self._call(sink, event)
 
@@ -376,6 +446,8 @@ class EngineLoop:
             unpublished, self._publishing = self._publishing, set()
         for done in unpublished:
             done.set_exception(death)
+        for _, slept in self._to_sleep:
+            slept.set_exception(death)
         self._engine.end_waits()
         self._delivering = True  # so that `_delivered` is called once, after every sink
         for sink in orphans.values():

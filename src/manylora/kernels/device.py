@@ -21,6 +21,7 @@ from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.huge_pages import huge_zeros
 from manylora.kernels.reference import ReferenceOps
+from manylora.system.allocator import release_free_memory
 from manylora.system.cgroup import available_memory, usable_processors
 
 logger = logging.getLogger("manylora")
@@ -178,6 +179,12 @@ class Device:
         peak = torch.cuda.max_memory_allocated(self.torch) - before
         torch.cuda.empty_cache()
         return peak
+
+    def release_memory(self) -> None:
+        """Return freed memory to the system, and to other processes on the GPU."""
+        release_free_memory()
+        if self.torch.type == "cuda":
+            torch.cuda.empty_cache()
 
     def free_bytes(self) -> int:
         """Bytes that can still be allocated on the GPU, or on the host within its cgroup's limit."""

@@ -43,7 +43,9 @@ from manylora.doors.http.serving.metrics import CONTENT_TYPE, Metrics
 from manylora.doors.http.serving.models import adapter_card, base_card, state_of, tiers
 from manylora.doors.http.serving.pooled import PooledApi
 from manylora.doors.http.serving.responses_api import RecentItems, respond
+from manylora.doors.http.serving.sleep import SLEEP_ROUTES, SleepRoutes
 from manylora.doors.http.serving.transport import EventStream, error_response, request_id
+from manylora.errors import SleepingError
 from manylora.version import __version__
 
 logger = logging.getLogger("manylora")
@@ -149,6 +151,7 @@ ROUTES = [
     *(("POST", f"{prefix}/rerank", "pooled.rerank") for prefix in ("/v1", "/v2", "")),
     *(("POST", f"{prefix}/pooling", "pooled.pooling") for prefix in ("/v1", "")),
     *BATCH_ROUTES,
+    *SLEEP_ROUTES,
 ]
 """HTTP method, path, attribute of _Routes: a function of the request, or of request, body and API key if it
 is in BODIES. Those of AdapterRoutes read the body themselves, after a look at the key.
@@ -192,6 +195,9 @@ class _Routes:
             context.shared,
         )
         self.batches = BatchRoutes(self.key, batches)
+        self.sleeping = SleepRoutes(
+            context.backend.engine, context.keyring, context.options.enable_sleep_mode
+        )
         self._body_memory = transport.BodyMemory(BODIES_AT_ONCE * context.options.max_request_bytes)
         self._parsing = asyncio.Lock()
         inference.on_disconnect = context.metrics.count_disconnect
@@ -262,6 +268,9 @@ class _Routes:
     async def ready(self, request: Request) -> Response:
         if not self.context.backend.engine.alive:
             raise ApiError(503, "engine_dead", "The engine has stopped")
+        loop = self.context.backend.engine.loop
+        if loop is not None and loop.is_sleeping:
+            raise as_api_error(SleepingError())
         return JSONResponse({"status": "ready"})
 
     async def probe(self, request: Request) -> Response:

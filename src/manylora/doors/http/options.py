@@ -195,6 +195,8 @@ class ServeOptions:
     drain_seconds: float = setting(30.0, "seconds that running requests have when the server stops")
     hang_timeout: float = setting(
         300.0, "seconds without progress after which the engine counts as dead; 0: never", least=0)
+    enable_sleep_mode: bool = setting(
+        False, "serve POST /sleep and /wake_up, which free the memory of an idle engine and get it back")
     restart: bool = setting(
         False, "run the server in a child process, which is restarted when it ends or is killed")
     ssl_certfile: Path | None = setting(None, "PEM file with the certificate, for HTTPS")
@@ -211,6 +213,8 @@ class ServeOptions:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate of that key")
         if self.triton_url is not None:
+            if self.enable_sleep_mode:
+                raise ConfigError("enable_sleep_mode needs an engine in this process: leave triton_url out")
             # max_batch_size and max_seq_len are used where Triton's configuration lacks them.
             passed, lora = (
                 (*LLM, "lora_config", "max_batch_size", "max_seq_len"),

@@ -236,7 +236,7 @@ class InProcessEngine:
         from manylora.engine.loop import EngineLoop
 
         self._wake: Wake = lambda: None
-        self._loop = loop = EngineLoop(engine, lambda: self._wake())
+        self.loop = loop = EngineLoop(engine, lambda: self._wake())
         self.resident = engine.is_resident
         self.submit, self.cancel, self.publish = loop.submit, loop.cancel, loop.publish
         self.stats, self.cache_map = loop.stats, loop.cache_map
@@ -247,25 +247,25 @@ class InProcessEngine:
         threading.Thread(target=self._watch, name="manylora-watch", daemon=True).start()
 
     def _watch(self) -> None:
-        while self._loop.death is None:
+        while self.loop.death is None:
             if self._closed.wait(WATCH_S):
                 return
             # Time in which this thread was stopped too, as when the process is suspended, does not count.
-            self._stalled_s = min(self._loop.stalled_s, self._stalled_s + 2 * WATCH_S)
+            self._stalled_s = min(self.loop.stalled_s, self._stalled_s + 2 * WATCH_S)
             if self._hang_s and self._stalled_s >= self._hang_s:
-                self._loop.fail(f"it has not moved for {self._stalled_s:.0f} s")
-        self._ended(str(self._loop.death))
+                self.loop.fail(f"it has not moved for {self._stalled_s:.0f} s")
+        self._ended(str(self.loop.death))
 
     def on_events(self, wake: Wake) -> None:
         self._wake = wake
 
     @property
     def alive(self) -> bool:
-        return self._loop.alive and self._stalled_s < STALLED_S
+        return self.loop.alive and self._stalled_s < STALLED_S
 
     async def close(self) -> None:
         self._closed.set()
-        await asyncio.get_running_loop().run_in_executor(None, self._loop.close, False)
+        await asyncio.get_running_loop().run_in_executor(None, self.loop.close, False)
 
 
 def _through_triton(options: ServeOptions) -> _ServedModel:

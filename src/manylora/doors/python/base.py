@@ -32,6 +32,7 @@ from manylora.doors.python.prompts import ChatText, Input, Prompt, read_prompt
 from manylora.doors.python.service import Service
 from manylora.engine.engine import open_engine
 from manylora.engine.loop import EngineLoop
+from manylora.engine.sleeping import LEVELS
 from manylora.errors import ConfigError, RequestError
 from manylora.generation.decoding import with_defaults
 from manylora.generation.defaults import NONE, OwnText, model_defaults
@@ -155,6 +156,20 @@ class BaseLLM:
     def stats(self) -> EngineStats:
         """Statistics of the engine after its last step."""
         return self._loop.stats()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free memory until `wake_up`; requests raise SleepingError. Waits until open requests have ended.
+
+        level 1: the KV cache; on a GPU weights and adapters move to the host. 2: the weights too, which are
+        read from their files again. Adapters, pins and versions stay. Raises RequestError.
+        """
+        if level not in LEVELS:
+            raise ValueError(f"level must be 1 or 2, got {level!r}")
+        self._loop.sleep(level).result()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """tags: "weights", "kv_cache"; None: both. Raises RequestError, ConfigError."""
+        self._loop.wake_up(tags).result()
 
     def shutdown(self) -> None:
         """Cancel open requests and free the model. Idempotent."""

@@ -112,6 +112,8 @@ def as_api_error(error: Exception, adapter: str = "") -> ApiError:
         return ApiError(429, "overloaded", str(error), retry_after=1)
     if isinstance(error, errors.DrainingError):
         return ApiError(503, "stopping", str(error), retry_after=5)
+    if isinstance(error, errors.SleepingError):
+        return ApiError(503, "sleeping", str(error), retry_after=5)
     if isinstance(error, errors.EngineDeadError):
         return ApiError(503, "engine_dead", str(error))
     if isinstance(error, RequestError) and str(error).startswith(SERVER_FAULT_PREFIXES):

@@ -9,7 +9,7 @@ import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from manylora.adapters.cache.leases import digest_of_mix
 from manylora.adapters.catalog.catalog import AdapterCatalog
@@ -26,6 +26,9 @@ from manylora.generation.pooled import PooledGeneration
 from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
 from manylora.stats import CacheMap, EngineStats
 from manylora.system.waits import engine_answer
+
+if TYPE_CHECKING:
+    from manylora.engine.loop import EngineLoop
 
 logger = logging.getLogger("manylora")
 
@@ -173,6 +176,10 @@ class EngineClient(Protocol):
 
     @property
     def pins(self) -> EnginePins | None: ...
+
+    @property
+    def loop(self) -> EngineLoop | None:
+        """If it is in this process."""
 
     def submit(self, request: Request, sink: Sink) -> int: ...
 

@@ -210,7 +210,7 @@ class TritonEngine:
         adapters = AdapterStats(max_device_adapters=len(known) + 1, residents=residents)
         return EngineStats(waiting=len(self._running) - running, running=running, adapters=adapters)
 
-    pins = None
+    pins = loop = None
 
     def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
         """Triton does not report pages."""

@@ -1,0 +1,104 @@
+"""Sleep: an idle engine without its KV cache and runner, and without its weights. Its adapters stay."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manylora.engine.build import EngineParts, load_weights, open_runner
+from manylora.engine.sizing import MemoryPlan, allocate, kv_cache_dtype
+
+GONE: Any = None  # instead of a part while its memory is freed
+LEVELS = (1, 2)
+TAGS = ("weights", "kv_cache")
+
+
+class Sleep:
+    """parts: of an engine without open requests, whose caller drops its own. level 1: the KV cache and
+    recurrent states are freed, and on a GPU the weights move to the host. 2: the weights are freed, and
+    `wake` reads their files again.
+
+    asleep: the parts that are left. missing: TAGS that have not woken up.
+    """
+
+    def __init__(self, parts: EngineParts, level: int) -> None:
+        self.level, self.missing = level, set(TAGS)
+        self._num_slots = 0 if parts.states is None else parts.states.num_slots
+        gone = {"kv": GONE, "states": GONE, "runner": GONE}
+        if level == 2:
+            gone["decoder"] = GONE
+        self.asleep = replace(parts, **gone)
+        moves = level == 1 and parts.device.torch.type != "cpu"
+        self._moved = Moved(tensors_in(parts.decoder)) if moves else None
+
+    def free(self) -> None:
+        """Give memory back to the system and the device, once nobody holds the old parts any more."""
+        gc.collect()
+        self.asleep.device.release_memory()
+
+    def wake(self, tags: set[str]) -> EngineParts | None:
+        """The parts of an engine that is awake, once all TAGS have been woken. Raises ConfigError."""
+        parts = self.asleep
+        if "weights" in tags & self.missing:
+            if self._moved is not None:
+                self._moved.back()
+            if self.level == 2:
+                self.asleep = parts = replace(parts, decoder=load_weights(parts))
+        if "kv_cache" in tags & self.missing:
+            dtype = kv_cache_dtype(parts.config, parts.dtype, parts.device)
+            plan = MemoryPlan(parts.config, parts.kv_plan, self._num_slots, 0)
+            kv, states = allocate(plan, parts.model, dtype, parts.device.torch)
+            self.asleep = parts = replace(parts, kv=kv, states=states)
+        self.missing -= tags
+        return None if self.missing else replace(parts, runner=open_runner(parts, parts.adapters))
+
+
+class Moved:
+    """Tensors whose memory is on the host. Those that share memory share it again after `back`."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._storages: dict[int, Any] = {}
+        self._places: list[tuple[Tensor, torch.device, int, tuple[Any, ...]]] = []
+        for one in tensors:
+            storage = one.untyped_storage()
+            key = storage.data_ptr()
+            if key not in self._storages:
+                self._storages[key] = storage.clone() if one.device.type == "cpu" else storage.cpu()
+            self._places.append((one, one.device, key, (one.storage_offset(), one.shape, one.stride())))
+        for one, *_ in self._places:
+            one.data = torch.empty(0, dtype=one.dtype, device=one.device)
+
+    def back(self) -> None:
+        made: dict[int, Any] = {}
+        for one, device, key, place in self._places:
+            if key not in made:
+                made[key] = self._storages.pop(key).to(device=device)
+            one.data = torch.empty(0, dtype=one.dtype, device=device).set_(made[key], *place)
+
+
+def tensors_in(part: Any) -> Iterator[Tensor]:
+    """The tensors that an object holds, in its attributes and in collections, each once."""
+    seen: set[int] = set()
+    left = [part]
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType | str | bytes | int | float):
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            if one.numel():
+                yield one
+        elif isinstance(one, Mapping):
+            left += one.values()
+        elif isinstance(one, list | tuple | set | frozenset):
+            left += one
+        else:
+            names = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
+            left += [getattr(one, name) for name in names if hasattr(one, name)]
+            left += vars(one).values() if hasattr(one, "__dict__") else ()

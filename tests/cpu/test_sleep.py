@@ -1,0 +1,117 @@
+"""Protects sleep and wake: memory is freed and comes back, adapters stay, and nobody waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from serving import DEMO, Running
+
+from manylora import LLM, LoRARequest, SamplingParams
+from manylora.engine.sleeping import Moved, tensors_in
+from manylora.errors import RequestError, SleepingError
+
+QUESTION = "What is the capital of France?"
+ADAPTER = LoRARequest("chinese", 1, str(DEMO / "adapters" / "chinese"))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(DEMO / "base", enable_lora=True, device="cpu", max_batch_size=4) as made:
+        made.pin_lora(ADAPTER)
+        yield made
+
+
+def answers(llm: LLM) -> list[Any]:
+    prompts, adapters = [QUESTION * 12] * 2, [None, ADAPTER]
+    found = llm.generate(prompts, SamplingParams(max_tokens=8, logprobs=0), adapters, use_tqdm=False)
+    assert isinstance(found, list)
+    return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in found]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_answers_are_the_same_after_sleep(llm: LLM, level: int) -> None:
+    before, awake = answers(llm), llm.stats()
+    llm.sleep(level)
+    asleep = llm.stats()
+    assert asleep.kv_bytes == 0 and (asleep.weight_bytes == 0) == (level == 2)
+    assert asleep.adapters.residents == awake.adapters.residents, "the adapter stays in the cache, and pinned"
+    with pytest.raises(SleepingError, match="asleep"):
+        answers(llm)
+    llm.wake_up(["weights"])
+    with pytest.raises(SleepingError):
+        answers(llm)
+    llm.wake_up(["kv_cache"])
+    found = llm.generate([QUESTION], SamplingParams(max_tokens=1), ADAPTER, use_tqdm=False)
+    assert isinstance(found, list) and found[0].adapter_tier == "device", "it is not read again"
+    reused = llm.stats().kv_tokens_reused
+    assert answers(llm) == before
+    assert llm.stats().kv_tokens_reused == reused, "prefixes are forgotten"
+    assert llm.stats().weight_bytes == awake.weight_bytes and llm.stats().kv_bytes == awake.kv_bytes
+
+
+def test_a_deeper_sleep_and_words_that_are_wrong(llm: LLM) -> None:
+    llm.wake_up()  # no effect while it is awake
+    llm.sleep(1)
+    llm.sleep(2)
+    assert llm.stats().weight_bytes == 0
+    with pytest.raises(RequestError, match="weights, kv_cache"):
+        llm.wake_up(["adapters"])
+    llm.wake_up()
+    assert answers(llm)
+    with pytest.raises(ValueError, match="1 or 2"):
+        llm.sleep(3)
+
+
+def test_a_server_finishes_what_runs_and_refuses_the_rest() -> None:
+    server = Running(lora_root=(DEMO / "adapters",), enable_sleep_mode=True)
+    try:
+        body = {"model": "chinese", "prompt": QUESTION, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with (
+            ThreadPoolExecutor(1) as pool,
+            server.http.stream("POST", "/v1/completions", json=body) as stream,
+        ):
+            lines = stream.iter_lines()
+            next(lines)  # it has begun
+            slept = pool.submit(server.http.post, "/sleep?level=2")
+            text = [line for line in lines if line]
+            assert text[-1] == "data: [DONE]" and '"finish_reason":"length"' in text[-2]
+            assert slept.result(60).status_code == 200
+        assert server.http.get("/is_sleeping").json() == {"is_sleeping": True}
+        refused = server.post(model="chinese", prompt=QUESTION)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "sleeping")
+        assert refused.headers["retry-after"]
+        assert server.http.get("/health/ready").status_code == 503
+        assert server.http.get("/health").status_code == 200
+        for path, hint in (
+            ("/sleep?level=0", "level"),
+            ("/sleep?mode=abort", "mode"),
+            ("/wake_up?tags=x", "tags"),
+        ):
+            answer = server.http.post(path)
+            assert answer.status_code == 400 and hint in answer.json()["error"]["message"], answer.text
+        assert server.http.post("/wake_up").status_code == 200
+        assert server.http.get("/is_sleeping").json() == {"is_sleeping": False}
+        assert server.post(model="chinese", prompt=QUESTION).status_code == 200
+    finally:
+        server.close()
+
+
+def test_without_the_flag_it_is_not_there(server: Running) -> None:
+    for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")):
+        answer = server.http.request(method, path)
+        assert answer.status_code == 404 and "--enable-sleep-mode" in answer.json()["error"]["message"]
+
+
+def test_moved_tensors_come_back_and_share_memory_again() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    part = {"head": whole, "rows": [whole[1:]], "own": (torch.ones(2, dtype=torch.bfloat16),)}
+    moved = Moved(tensors_in(part))
+    assert whole.numel() == part["rows"][0].numel() == 0
+    moved.back()
+    assert torch.equal(whole, torch.arange(12.0).view(3, 4)) and part["own"][0].tolist() == [1, 1]
+    whole[1, 0] = 40
+    assert part["rows"][0][0, 0] == 40

@@ -44,6 +44,7 @@ from manylora.doors.http.serving.models import adapter_card, base_card, state_of
 from manylora.doors.http.serving.pooled import PooledApi
 from manylora.doors.http.serving.responses_api import RecentItems, respond
 from manylora.doors.http.serving.sleep import SLEEP_ROUTES, SleepRoutes
+from manylora.doors.http.serving.tinker import TINKER_ROUTES, TinkerApi
 from manylora.doors.http.serving.transport import EventStream, error_response, request_id
 from manylora.errors import SleepingError
 from manylora.version import __version__
@@ -152,11 +153,12 @@ ROUTES = [
     *(("POST", f"{prefix}/pooling", "pooled.pooling") for prefix in ("/v1", "")),
     *BATCH_ROUTES,
     *SLEEP_ROUTES,
+    *TINKER_ROUTES,
 ]
 """HTTP method, path, attribute of _Routes: a function of the request, or of request, body and API key if it
 is in BODIES. Those of AdapterRoutes read the body themselves, after a look at the key.
 """
-POLLED = "clients ask until a batch has ended"
+POLLED = "clients ask until a batch or a sample has ended"
 LISTS = "lists what is in memory; clients and pages ask before each of their requests"
 FREE = {
     "live": "load balancers ask, without a key",
@@ -166,6 +168,8 @@ FREE = {
     "cache": "the page asks all the time",
     **dict.fromkeys(("models", "model", "ollama_tags", "ollama_running", "tgi_info"), LISTS),
     **dict.fromkeys(("batches.file", "batches.files", "batches.batch", "batches.list"), POLLED),
+    **dict.fromkeys(("tinker.retrieve_future", "tinker.cancel_future", "tinker_other"), POLLED),
+    "tinker.asample": "counts until its sample has ended, which is after its answer",
     **dict.fromkeys(("version", "describe", "docs", "page", "ollama_version"), "needs no key"),
 }
 """Methods of _Routes that do not count towards a key's limits, and why. All others do."""
@@ -185,6 +189,7 @@ class _Routes:
         self.pooled = PooledApi(inference, context.pooling)
         self.ollama = ollama.OllamaApi(inference, self.pooled, context.created, context.options.folder)
         self.tgi = tgi.TgiApi(inference, context.options.max_queue_size)
+        self.tinker = TinkerApi(inference, context.shared is None)
         self.adapters = AdapterRoutes(
             self._body,
             context.keyring,
@@ -225,6 +230,9 @@ class _Routes:
     async def tgi_info(self, request: Request) -> Response:
         self.key(request)
         return JSONResponse(self.tgi.info())
+
+    async def tinker_other(self, request: Request) -> Response:
+        return JSONResponse(self.tinker.other(request.url.path.removeprefix("/api/v1/"), self.key(request)))
 
     async def models(self, request: Request) -> Response:
         key = self.key(request)
@@ -385,7 +393,7 @@ def _error_at(request: Request, path: str, error: ApiError) -> Response:
         return error_response(error)
     error = renamed(error, NAMES)
     if error.code == "not_found":
-        served = ", ".join(route for _, route, _ in ROUTES if route.startswith(OLLAMA))
+        served = ", ".join(path for _, path, name in ROUTES if name.startswith("ollama"))
         error = ApiError(404, error.code, f"{path[:100]} is not served: there are {served}")
     return JSONResponse({"error": error.message}, error.status, headers=error.headers)
 

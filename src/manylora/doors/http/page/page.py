@@ -15,7 +15,7 @@ from manylora.doors.http.api import ollama_request, schema
 from manylora.doors.http.api.errors import ApiError
 from manylora.doors.http.api.schema import Body
 from manylora.doors.http.api.tgi_request import TgiRequest
-from manylora.doors.http.serving import anthropic, pooled
+from manylora.doors.http.serving import anthropic, pooled, tinker
 from manylora.doors.http.serving.responses_api import ResponsesRequest
 from manylora.version import __version__
 
@@ -36,6 +36,10 @@ BODIES: dict[str, type[Body]] = {
     "tgi.generate": TgiRequest,
     "tgi.generate_stream": TgiRequest,
     "tgi.compat": TgiRequest,
+    "tinker.asample": tinker.SampleRequest,
+    "tinker.retrieve_future": tinker.Promise,
+    "tinker.cancel_future": tinker.Promise,
+    "tinker.create_sampling_session": tinker.SamplingSession,
     "pooled.embeddings": pooled.EmbeddingRequest,
     "pooled.classify": pooled.ClassifyRequest,
     "pooled.score": pooled.ScoreRequest,

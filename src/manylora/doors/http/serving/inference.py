@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -73,6 +74,12 @@ class ResolvedRequest:
     choice: AdapterChoice
     prompts: Prompts
     defaults: GenerationDefaults = NO_DEFAULTS
+
+    def end_ids(self, model: ModelConfig) -> list[int]:
+        """Tokens that end an output."""
+        named, own = self.prompts.tokenizer.eos_id, self.defaults.fields.get("stop_token_ids", ())
+        found = {*(self.defaults.end_ids or model.eos_token_ids), *own}
+        return sorted(found if named is None else {*found, named})
 
 
 class Inference:
@@ -169,18 +176,35 @@ class Inference:
     ) -> Response:
         given, special = _prompts(body.prompt), body.add_special_tokens
         self._check_count(len(given) * (body.best_of or body.n))
-        whole, most = body.truncate_prompt_tokens is None, self.limits.vocab_size - 1
+        whole = body.truncate_prompt_tokens is None
         asked = await self.ask(body, key)
         encode = asked.prompts.encode
         prompts = [
             await encode(one, special, "prompt", whole) if isinstance(one, str) else tuple(one)
             for one in given
         ]
-        if not all(prompts):
-            raise invalid_value("prompt: must have at least one token", "prompt")
-        if max(map(max, prompts)) > most:
-            raise invalid_value(f"prompt: token ids must be at most {most}", "prompt")
+        self._check_ids(prompts)
         return await self._respond(request, body, asked, prompts, build=build)
+
+    def prepare(
+        self, body: CompletionRequest, prompt: tuple[int, ...], asked: ResolvedRequest
+    ) -> Call[Generation]:
+        """The call of one prompt, for `finish`. asked: as from `ask`. Raises ApiError."""
+        self._check_count(body.n)
+        self._check_ids([prompt])
+        return self._call(body, prompt, asked, Signal(), secrets.token_hex(12), shared_of(body, self.limits))
+
+    async def finish(self, call: Call[Any]) -> Any:
+        """Run a call to its end, whoever waits for it. Returns its generation. Raises ApiError."""
+        self.backend.submit(call)
+        try:
+            while not call.generation.finished:
+                await call.changed.wait()
+        finally:
+            self.backend.cancel(call)
+        if call.error is not None:
+            raise call.error
+        return call.generation
 
     async def probe(self) -> None:
         """Generate two tokens, or a hidden state, with the base model. Raises ApiError if that fails.
@@ -206,22 +230,19 @@ class Inference:
         body = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 2, "temperature": 0.0})
         asked = ResolvedRequest(AdapterChoice(name=name), self.prompts)
         prompt, shared = tuple(self.tokenizer.encode("a")), shared_of(body, self.limits)
-        await self._try_out(self._call(body, prompt, asked, Signal(), "health", shared))
+        await self.finish(self._call(body, prompt, asked, Signal(), "health", shared))
 
     async def _compute_one(self, name: str | None) -> None:
         state = PooledGeneration(tuple(self.tokenizer.encode("a")), Pooling(), "health")
         choice = AdapterChoice(name=name)
-        await self._try_out(Call(state, Signal(), choice.name, adapters=choice.adapters))
+        await self.finish(Call(state, Signal(), choice.name, adapters=choice.adapters))
 
-    async def _try_out(self, call: Call[Any]) -> None:
-        self.backend.submit(call)
-        try:
-            while not call.generation.finished:
-                await call.changed.wait()
-        finally:
-            self.backend.cancel(call)
-        if call.error is not None:
-            raise call.error
+    def _check_ids(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        most = self.limits.vocab_size - 1
+        if not all(prompts):
+            raise invalid_value("prompt: must have at least one token", "prompt")
+        if max(map(max, prompts)) > most:
+            raise invalid_value(f"prompt: token ids must be at most {most}", "prompt")
 
     def _check_count(self, count: int) -> None:
         most = self.limits.max_sequences

@@ -73,14 +73,11 @@ class TgiApi:
         try:
             named = CompletionRequest.model_validate({**adapters, "prompt": ""})
             asked = await inference.ask(named, key)
-            tokenizer = asked.prompts.tokenizer
             ids = await asked.prompts.encode(body.inputs, True, "prompt", given.truncate is None)
             ids = ids[-given.truncate :] if given.truncate else ids
-            end_ids = asked.defaults.end_ids or inference.model.eos_token_ids
-            own = asked.defaults.fields.get("stop_token_ids", ())
-            ends = {*end_ids, *own, *([] if tokenizer.eos_id is None else [tokenizer.eos_id])}
+            ends = asked.end_ids(inference.model)
             room = max(1, inference.limits.max_seq_len - len(ids))
-            completion = completion_request(body, adapters, ids, room, sorted(ends), stream)
+            completion = completion_request(body, adapters, ids, room, ends, stream)
             seed = completion.seed if given.samples else None
             build = partial(TgiAnswer, body, seed, as_list)
             return await inference.complete(request, completion, key, build)

@@ -1,0 +1,290 @@
+"""Tinker's API for sampling: sessions, samples as promises, and results as protocol buffers. No training."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from manylora.doors.http.api import logprobs
+from manylora.doors.http.api.errors import ApiError, invalid_value, queue_full, unsupported_field
+from manylora.doors.http.api.parsing import validate
+from manylora.doors.http.api.schema import (
+    MAX_TOKENS,
+    AdapterFields,
+    Body,
+    CompletionRequest,
+    Items,
+    Text,
+    TokenId,
+    WordText,
+)
+from manylora.doors.http.serving.backend import Call
+from manylora.doors.http.serving.inference import Inference
+from manylora.doors.http.serving.keys import ApiKey
+from manylora.generation.generation import Generation
+from manylora.generation.outputs import TokenLogprob
+
+SCHEME, SAMPLER = "tinker://", "sampler:"
+MAX_KEPT, MAX_KEPT_BYTES = 1024, 2**27  # samples that run or have ended; the oldest result goes first
+WAIT_S = 20.0  # that a client waits for a result before it is told to ask again
+MASKED = -99999.0  # log probability of an alternative that there is not
+FIXED: dict[str, dict[str, Any]] = {
+    "client/config": {"use_pyqwest_transport": False},
+    "client/dynamic_config": {"sample_cancel_enabled": True},
+    "session_heartbeat": {"type": "session_heartbeat"},
+    "telemetry": {"status": "accepted"},
+    "healthz": {"status": "ok"},
+}
+"""Answers that depend on nothing."""
+TINKER_ROUTES = [
+    *(
+        ("POST", f"/api/v1/{name}", f"tinker.{name}")
+        for name in ("asample", "retrieve_future", "cancel_future", "create_sampling_session")
+    ),
+    *(
+        ("GET", f"/api/v1/{name}", "tinker_other")
+        for name in ("healthz", "get_server_capabilities", "samplers/{name:path}")
+    ),
+    ("POST", "/api/v1/{name:path}", "tinker_other"),
+]
+
+
+class Chunk(Body):
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: Items[TokenId]
+
+
+class ModelInput(Body):
+    chunks: Annotated[Items[Chunk], Field(min_length=1, max_length=4096)]
+
+
+class TinkerSampling(Body):
+    """stop: null: the model's end tokens; []: nothing ends an output before max_tokens."""
+
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: WordText | Annotated[Items[WordText] | Items[TokenId], Field(max_length=16)] | None = None
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_k: int = Field(-1, ge=-1, le=MAX_TOKENS)
+    top_p: float = Field(1.0, ge=0, le=1)
+
+
+class SampleRequest(Body):
+    type: Literal["sample"] = "sample"
+    num_samples: int = Field(1, ge=1, le=128)
+    prompt: ModelInput
+    sampling_params: TinkerSampling
+    base_model: Text | None = None
+    model_path: Text | None = None
+    sampling_session_id: Text | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = Field(0, ge=0, le=20)
+    topk_sample_logprobs: int = Field(0, ge=0, le=20)
+    prompt_logprobs_last_n: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    prompt_alt_tokens_k: Literal[0] = 0
+    record_stability_info: Literal[False] = False
+
+
+class SamplingSession(Body):
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+    session_id: Text
+    sampling_session_seq_id: int
+    base_model: Text | None = None
+    model_path: Text | None = None
+
+
+class Promise(Body):
+    request_id: Text
+    allow_metadata_only: bool = False
+
+
+class TinkerApi:
+    """The methods raise ApiError. A sampling session is its model's name: nothing is stored for it. alone:
+    False in a fleet, where another server may be asked for the result.
+    """
+
+    def __init__(self, inference: Inference, alone: bool) -> None:
+        self._inference, self._alone = inference, alone
+        # By request id, the oldest first: the key's name, and the result or what went wrong.
+        self._kept: OrderedDict[str, tuple[str, asyncio.Task[bytes | ApiError]]] = OrderedDict()
+
+    def other(self, path: str, key: ApiKey) -> dict[str, Any]:
+        """path: below /api/v1/."""
+        bases = self._inference.bases
+        if path in FIXED:
+            return FIXED[path]
+        if path == "create_session":
+            return {"type": "create_session", "session_id": secrets.token_hex(16)}
+        if path == "get_server_capabilities":
+            known = {"max_context_length": self._inference.limits.max_seq_len, "trainable": False}
+            return {"supported_models": [{"model_name": one, **known, "sampleable": True} for one in bases]}
+        if path.startswith("samplers/"):
+            session = path.removeprefix("samplers/")
+            model = self._model(session.removeprefix(SAMPLER), key)
+            found = {"sampler_id": session, "base_model": bases[0]}
+            return found if model in bases else {**found, "model_path": SCHEME + model}
+        if path.startswith("sessions/") and path.endswith("/finish"):
+            return {}
+        reason = "this server samples: train elsewhere, and load the adapter (PUT /v1/lora_adapters/NAME)"
+        raise unsupported_field(f"{path[:100]} is not supported: {reason}")
+
+    async def create_sampling_session(self, request: Request, body: SamplingSession, key: ApiKey) -> Response:
+        model = self._model(body.model_path or body.base_model or "", key)
+        return JSONResponse({"sampling_session_id": SAMPLER + model})
+
+    async def asample(self, request: Request, body: SampleRequest, key: ApiKey) -> Response:
+        """Begins. The answer has the id that `retrieve_future` takes."""
+        with ExitStack() as stack:
+            stack.enter_context(key.request())
+            name, call = secrets.token_hex(16), await self._call(body, key)
+            self._make_room(body.num_samples)
+            task = asyncio.create_task(self._run(call, body, stack.pop_all()))
+        self._kept[name] = key.name, task
+        samples = [f"{name}:{number}" for number in range(body.num_samples)]
+        return JSONResponse({"request_id": name, "sample_sequence_ids": samples})
+
+    async def _call(self, body: SampleRequest, key: ApiKey) -> Call[Generation]:
+        if not self._alone:
+            raise unsupported_field("asample is not supported in a fleet: use manylora serve")
+        inference, given = self._inference, body.sampling_params
+        session = (body.sampling_session_id or "").removeprefix(SAMPLER)
+        model = self._model(session or body.model_path or body.base_model or "", key)
+        asked = await inference.ask(AdapterFields.model_validate({"model": model}), key)
+        ids = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
+        stop: Sequence[Any] = [given.stop] if isinstance(given.stop, str) else given.stop or ()
+        ends = list(asked.end_ids(inference.model)) if given.stop != [] else []
+        wanted = body.prompt_logprobs or body.topk_prompt_logprobs
+        completion = {
+            "model": model,
+            "prompt": list(ids),
+            "n": body.num_samples,
+            "max_tokens": given.max_tokens or max(1, inference.limits.max_seq_len - len(ids)),
+            **given.model_dump(include={"seed", "temperature", "top_k", "top_p"}),
+            # As there: no defaults of the model's, and what ended an output is part of it.
+            **{"min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True},
+            "include_stop_str_in_output": True,
+            "stop": [one for one in stop if isinstance(one, str)],
+            "stop_token_ids": [one for one in stop if isinstance(one, int)] + ends,
+            "logprobs": body.topk_sample_logprobs,
+            "prompt_logprobs": body.topk_prompt_logprobs if wanted else None,
+        }
+        return inference.prepare(validate(completion, CompletionRequest), ids, asked)
+
+    def _make_room(self, count: int) -> None:
+        """Raises ApiError 429, after which clients wait."""
+        self._inference.backend.queue.check_room(count)
+        done = {name: task for name, (_, task) in self._kept.items() if task.done()}
+        sizes = {name: 0 if task.cancelled() else _size(task.result()) for name, task in done.items()}
+        left, total = len(self._kept), sum(sizes.values())
+        for name, size in sizes.items():
+            if left < MAX_KEPT and total <= MAX_KEPT_BYTES:
+                break
+            del self._kept[name]
+            left, total = left - 1, total - size
+        if left >= MAX_KEPT:
+            raise queue_full()
+
+    async def retrieve_future(self, request: Request, body: Promise, key: ApiKey) -> Response:
+        task = self._task(body.request_id, key)
+        await asyncio.wait({task}, timeout=WAIT_S)
+        if not task.done():
+            again = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+            return JSONResponse(again, 408)
+        if task.cancelled():
+            raise ApiError(410, "cancelled", "The request was cancelled")
+        found = task.result()
+        if isinstance(found, ApiError):
+            category = "user" if found.status < 500 else "server"
+            return JSONResponse({"error": found.message, "category": category})
+        return Response(found, media_type="application/x-protobuf")
+
+    async def cancel_future(self, request: Request, body: Promise, key: ApiKey) -> Response:
+        self._task(body.request_id, key).cancel()
+        return JSONResponse({})
+
+    def _task(self, name: str, key: ApiKey) -> asyncio.Task[bytes | ApiError]:
+        owner, task = self._kept.get(name, ("", None))
+        if task is None or owner != key.name:
+            raise ApiError(410, "gone", "There is no result of this id any more: sample again")
+        return task
+
+    async def _run(
+        self, call: Call[Generation], body: SampleRequest, open_request: ExitStack
+    ) -> bytes | ApiError:
+        with open_request:
+            try:
+                return _message(await self._inference.finish(call), body)
+            except ApiError as error:
+                return error
+
+    def _model(self, given: str, key: ApiKey) -> str:
+        """The name that a path or a base model means."""
+        name = given.removeprefix(SCHEME)
+        if not name:
+            raise invalid_value("model_path or base_model is required", "model_path")
+        self._inference.choose_adapter(AdapterFields.model_validate({"model": name}), key)
+        return name
+
+
+def _size(result: bytes | ApiError) -> int:
+    return len(result) if isinstance(result, bytes) else 0
+
+
+def _message(generation: Generation, body: SampleRequest) -> bytes:
+    """A SampleResponse as a protocol buffer."""
+    found = []
+    for output in generation.report():
+        tokens = logprobs.output_logprobs(output, generation.alternatives(output.index))
+        sequence = _number(1, int(output.finish_reason == "length"))
+        sequence += _bytes(2, np.array([one.token_id for one in tokens], "<i4").tobytes())
+        sequence += _bytes(3, np.array([one.logprob for one in tokens], "<f4").tobytes())
+        sequence += _top(4, tokens, body.topk_sample_logprobs)
+        found.append(_bytes(1, sequence))
+    if generation.context_logits is not None:
+        top = body.topk_prompt_logprobs
+        known = logprobs.prompt_logprobs(generation.prompt, generation.context_logits, top)
+        last = body.prompt_logprobs_last_n
+        for at in range(0 if last is None else max(0, len(known) - last)):
+            known[at] = TokenLogprob(known[at].token_id, None)
+        if body.prompt_logprobs:
+            values = [np.nan if one.logprob is None else one.logprob for one in known]
+            found.append(_bytes(2, np.array(values, "<f4").tobytes()))
+        found.append(_top(3, known, top))
+    return b"".join(found)
+
+
+def _top(number: int, tokens: Sequence[TokenLogprob], count: int) -> bytes:
+    if not (count and tokens):
+        return b""
+    ids, values = np.zeros((len(tokens), count), "<i4"), np.full((len(tokens), count), MASKED, "<f4")
+    for row, one in enumerate(tokens):
+        if one.logprob is not None and one.top:
+            ids[row, : len(one.top)], values[row, : len(one.top)] = zip(*one.top, strict=True)
+    parts = _bytes(1, ids.tobytes()), _bytes(2, values.tobytes()), _number(3, count), _number(4, len(tokens))
+    return _bytes(number, b"".join(parts))
+
+
+def _bytes(number: int, data: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def _number(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(value)
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])

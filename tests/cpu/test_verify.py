@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from serving import DEMO, Running
 
@@ -22,15 +23,30 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verify(prompts: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, dict[str, Any]]:
-    root = ["--lora-root", str(DEMO / "adapters")]
-    status = main(["verify", str(DEMO / "base"), *root, "--prompts", str(prompts), "--json", *more])
+    status = main(["verify", str(DEMO / "base"), "--prompts", str(prompts), "--json", *more])
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_what_is_served_here_agrees(prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = verify(prompts, capsys, "--reference", "peft")
+def with_its_own_head(folder: Path) -> Path:
+    """An adapter that PEFT leaves a part of in the base model."""
+    shutil.copytree(DEMO / "adapters" / "chinese", folder)
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": ["lm_head"]}))
+    base = json.loads((DEMO / "base" / "config.json").read_text(encoding="utf-8"))
+    head = torch.randn(base["vocab_size"], base["hidden_size"], generator=torch.Generator().manual_seed(1))
+    file = folder / "adapter_model.safetensors"
+    save_file({**load_file(file), "base_model.model.lm_head.weight": head}, file)
+    return folder
+
+
+def test_what_is_served_here_agrees(
+    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = with_its_own_head(tmp_path / "head")
+    lora = [f"head={own}", f"chinese={DEMO / 'adapters' / 'chinese'}"]
+    status, found = verify(prompts, capsys, "--reference", "peft", "--lora", *lora)
     assert (status, found["verdict"], found["dtype"]) == (0, "PASS", "float32")
-    assert [one["name"] for one in found["results"]] == ["base model", "chinese", "japanese"]
+    assert [one["name"] for one in found["results"]] == ["base model", "head", "chinese"]
     for one in found["results"]:
         assert one["served"]["max"] < 1e-3 and one["served"]["argmax"] == 0 and one["noise"]["max"] < 1e-3
         assert one["served"]["tokens"] > 16, "tokens that were generated count too"
@@ -47,7 +63,8 @@ def test_a_server_that_lost_tensors_of_an_adapter_fails(
     shutil.rmtree(tmp_path / "japanese")
     server = Running(lora_root=(tmp_path,))
     try:
-        status, found = verify(prompts, capsys, "--url", server.url)
+        root = str(DEMO / "adapters")
+        status, found = verify(prompts, capsys, "--lora-root", root, "--url", server.url)
     finally:
         server.close()
     assert (status, found["verdict"]) == (1, "FAIL")

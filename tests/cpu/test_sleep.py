@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from serving import DEMO, Running
+from tiny_models import make_model
 
 from manylora import LLM, LoRARequest, SamplingParams
 from manylora.engine.sleeping import Moved, tensors_in
@@ -64,6 +66,20 @@ def test_a_deeper_sleep_and_words_that_are_wrong(llm: LLM) -> None:
     assert answers(llm)
     with pytest.raises(ValueError, match="1 or 2"):
         llm.sleep(3)
+
+
+@pytest.mark.parametrize("family", ["granite4", "t5"])
+def test_recurrent_states_and_encoders_come_back(family: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path, family)
+    params = SamplingParams(max_tokens=6, end_id=-1)
+    with LLM(folder, device="cpu", max_batch_size=2, max_seq_len=128) as llm:
+        before = llm.generate([[5, 6, 7] * 12], params, use_tqdm=False)
+        llm.sleep(1)
+        llm.sleep(2)
+        llm.wake_up()
+        after = llm.generate([[5, 6, 7] * 12], params, use_tqdm=False)
+    assert isinstance(before, list) and isinstance(after, list)
+    assert before[0].outputs[0].token_ids == after[0].outputs[0].token_ids
 
 
 def test_a_server_finishes_what_runs_and_refuses_the_rest() -> None:

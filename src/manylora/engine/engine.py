@@ -193,7 +193,8 @@ class Engine:
         elif self._sleep.missing != set(TAGS):
             raise RequestError("wake the engine up wholly before it sleeps again")
         self._in_flight, self._processed, self._last_step = None, None, Step(())
-        self._sleep = Sleep(self._parts, level)
+        states = self._kv.states
+        self._sleep = Sleep(self._parts, level, 0 if states is None else states.num_slots)
         assert self._stats_asleep is not None
         weights = self._stats_asleep.weight_bytes if level == 1 else 0
         self._stats_asleep = replace(self._stats_asleep, kv_bytes=0, weight_bytes=weights)

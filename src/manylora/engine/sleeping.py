@@ -22,14 +22,14 @@ TAGS = ("weights", "kv_cache")
 class Sleep:
     """parts: of an engine without open requests, whose caller drops its own. level 1: the KV cache and
     recurrent states are freed, and on a GPU the weights move to the host. 2: the weights are freed, and
-    `wake` reads their files again.
+    `wake` reads their files again. num_slots: of recurrent state.
 
     asleep: the parts that are left. missing: TAGS that have not woken up.
     """
 
-    def __init__(self, parts: EngineParts, level: int) -> None:
+    def __init__(self, parts: EngineParts, level: int, num_slots: int) -> None:
         self.level, self.missing = level, set(TAGS)
-        self._num_slots = 0 if parts.states is None else parts.states.num_slots
+        self._num_slots = num_slots
         gone = {"kv": GONE, "states": GONE, "runner": GONE}
         if level == 2:
             gone["decoder"] = GONE
@@ -50,12 +50,13 @@ class Sleep:
                 self._moved.back()
             if self.level == 2:
                 self.asleep = parts = replace(parts, decoder=load_weights(parts))
+            self.missing.discard("weights")
         if "kv_cache" in tags & self.missing:
             dtype = kv_cache_dtype(parts.config, parts.dtype, parts.device)
             plan = MemoryPlan(parts.config, parts.kv_plan, self._num_slots, 0)
             kv, states = allocate(plan, parts.model, dtype, parts.device.torch)
             self.asleep = parts = replace(parts, kv=kv, states=states)
-        self.missing -= tags
+            self.missing.discard("kv_cache")
         return None if self.missing else replace(parts, runner=open_runner(parts, parts.adapters))
 
 

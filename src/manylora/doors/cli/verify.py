@@ -25,6 +25,8 @@ from manylora.system.command_line import Parser
 if TYPE_CHECKING:
     import torch
 
+    from manylora.config.model import ModelConfig
+
 DESCRIPTION = """Compare the log probabilities that a served model gives, with each adapter, with those of
 transformers + PEFT in float32. The noise floor is how far the served base model is from them, and the
 reference itself in the served dtype. Status 0: all agree within it; 1: one does not; 2: not compared."""
@@ -43,7 +45,7 @@ TOKENS = 16  # that a served model adds to each prompt: they are compared too
 AT_ONCE = 8  # adapters in one batch, so that mixed batches are what is compared
 FACTOR = 3.0  # of the noise floor that is allowed
 LEAST_MAX, LEAST_MEAN = 0.02, 0.002  # allowed in any case: adapters may be rounded to 16 bits
-MIB = 2**20
+Prompts = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,7 @@ def _parser() -> Parser:
     add("--reference-model", metavar="MODEL", help=other)
     add("--prompts", type=Path, metavar="FILE", help="a prompt per line; default: eight short texts")
     add(
-        "--tolerance",
-        type=float,
-        metavar="X",
-        help="largest difference allowed, instead of the noise floor's",
+        "--tolerance", type=float, metavar="X", help="largest difference allowed; default: by the noise floor"
     )
     add("--device", help="of the served model: auto, cpu, cuda, cuda:N")
     dtypes = ("auto", "float32", "float16", "bfloat16")
@@ -146,8 +145,14 @@ def _verify(options: argparse.Namespace) -> int:
     folder = local_model(options.model)
     reference = folder if options.reference_model is None else local_model(options.reference_model)
     import peft  # noqa: F401 - before the model is served
+    import torch
     import transformers  # noqa: F401
 
+    from manylora.model.checkpoint import read_model_config
+
+    config = read_model_config(folder)
+    if config.encoder is not None or not config.makes_text:
+        raise ConfigError(f"{folder} is no decoder that makes text: its log probabilities cannot be compared")
     warnings.simplefilter("ignore")  # of these libraries
     tokenizer = Tokenizer(folder)
     ids = [tuple(tokenizer.encode(text)) for text in prompts]
@@ -155,7 +160,9 @@ def _verify(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.prompts}: each line is a prompt, and must have at least two tokens")
     _say(f"serving {options.model} …")
     serve = _by_server if options.url else _by_llm
-    served, problems, dtype = serve(options, folder, adapters, ids)
+    served, problems, dtype = serve(options, config, adapters, ids)
+    if options.dtype not in (None, "auto"):  # weights were rounded to it, whatever is computed in
+        dtype = getattr(torch, options.dtype)
     gc.collect()
     results = _compare(reference, adapters, served, dtype)
     results += [Result(name, problem=problem) for name, problem in problems.items()]
@@ -183,24 +190,20 @@ Served = tuple[dict[str, list[Scored]], dict[str, str], "torch.dtype"]
 
 
 def _by_llm(
-    options: argparse.Namespace, folder: Path, adapters: Mapping[str, Path], ids: list[tuple[int, ...]]
+    options: argparse.Namespace, config: ModelConfig, adapters: Mapping[str, Path], ids: Prompts
 ) -> Served:
     """All adapters together, in this process. Raises ConfigError, RequestError."""
     from manylora.doors.python.llm import LLM
     from manylora.doors.python.lora import LoRARequest
     from manylora.generation.sampling import SamplingParams
     from manylora.kernels.device import open_device
-    from manylora.model.checkpoint import read_model_config
     from manylora.model.weights import compute_dtype
 
-    config = read_model_config(folder)
-    if config.encoder is not None or not config.makes_text:
-        raise ConfigError(f"{folder} is no decoder that makes text: its log probabilities cannot be compared")
     params = SamplingParams(max_tokens=TOKENS, return_context_logits=True, return_generation_logits=True)
     found: dict[str, list[Scored]] = {BASE: []}
     problems: dict[str, str] = {}
     with LLM(
-        str(folder),
+        options.model,
         enable_lora=True if adapters else None,
         max_batch_size=AT_ONCE,
         max_seq_len=min(config.max_seq_len, max(map(len, ids)) + TOKENS),
@@ -230,16 +233,14 @@ def _by_llm(
                     rows = rows if more is None else np.concatenate([rows, more])
                     found[name].append(_scored((*prompt, *made.token_ids)[: len(rows) + 1], rows))
         dtype = compute_dtype(llm.config.dtype, config, open_device(llm.config.device))
-    return found, problems, _chosen(options, dtype)
+    return found, problems, dtype
 
 
 def _by_server(
-    options: argparse.Namespace, folder: Path, adapters: Mapping[str, Path], ids: list[tuple[int, ...]]
+    options: argparse.Namespace, config: ModelConfig, adapters: Mapping[str, Path], ids: Prompts
 ) -> Served:
     """Prompts only, one after the other. Raises RequestError for the base model."""
     import torch
-
-    from manylora.model.checkpoint import read_model_config
 
     url = options.url.rstrip("/").removesuffix("/v1") + "/v1"
     base = options.served
@@ -252,14 +253,7 @@ def _by_server(
             found[name] = [_ask(url, name, one) for one in ids]
         except RequestError as error:
             problems[name] = f"it is not served: {error}"
-    return found, problems, _chosen(options, getattr(torch, read_model_config(folder).dtype))
-
-
-def _chosen(options: argparse.Namespace, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that weights were rounded to: as asked for, else that of the model."""
-    import torch
-
-    return dtype if options.dtype in (None, "auto") else getattr(torch, options.dtype)
+    return found, problems, getattr(torch, config.dtype)
 
 
 def _ask(url: str, model: str, ids: Sequence[int]) -> Scored:

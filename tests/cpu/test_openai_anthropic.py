@@ -113,7 +113,7 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
     assert chat.messages[2].tool_calls[0].function.arguments == '{"city": "Rome"}'
     assert chat.messages[3].tool_call_id == "t1"
     assert chat.continue_final_message
-    assert chat.chat_template_kwargs == {"enable_thinking": True}
+    assert chat.chat_template_kwargs == {"enable_thinking": True, "thinking": True}
     assert "temperature" not in chat.model_fields_set  # the model's own default applies
 
 

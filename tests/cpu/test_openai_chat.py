@@ -12,9 +12,11 @@ from serving import Running
 from manylora.doors.http.api.errors import ApiError
 from manylora.doors.http.api.parsing import parse
 from manylora.doors.http.api.schema import ChatRequest
-from manylora.doors.http.api.tools import ToolCallParser, ToolUse, tool_use
+from manylora.doors.http.api.tools import ToolUse, reply_format, tool_use
 from manylora.errors import ConfigError, RequestError
 from manylora.generation.chat_template import ChatTemplate
+from manylora.generation.reply import ReplyReader
+from manylora.generation.reply_formats import CHOSEN_BY_TEMPLATE
 
 CITY = {
     "type": "object",
@@ -38,6 +40,23 @@ def use(**fields: Any) -> ToolUse:
     return found
 
 
+def read(text: str, *cuts: int, cut: bool = False, **fields: Any) -> tuple[str, list[tuple[str, str]]]:
+    """Content and calls of an output in these pieces, with the parser for a template that shows none."""
+    body = parse(json.dumps({"messages": QUESTION, "tools": [WEATHER, TIME], **fields}).encode(), ChatRequest)
+    form = reply_format(body, tool_use(body), CHOSEN_BY_TEMPLATE, None, "")
+    assert form is not None
+    reader, content, calls = ReplyReader(form), "", list[tuple[str, str]]()
+    for start, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
+        for piece in reader.add(text[start:end], end == len(text), cut):
+            if piece.kind == "content":
+                content += piece.text
+            elif piece.kind == "name":
+                calls.append((piece.text, ""))
+            else:
+                calls[piece.call] = (calls[piece.call][0], calls[piece.call][1] + piece.text)
+    return content, calls
+
+
 @pytest.mark.parametrize(
     ("text", "content", "names"),
     [
@@ -59,24 +78,17 @@ def use(**fields: Any) -> ToolUse:
     ],
 )
 def test_calls_are_found_in_the_text_whole_and_in_pieces(text: str, content: str, names: list[str]) -> None:
-    whole, calls = ToolCallParser(use()).add(text, final=True)
-    assert (whole, [call["function"]["name"] for call in calls]) == (content, names)
+    whole, calls = read(text)
+    assert (whole, [name for name, _ in calls]) == (content, names)
     for size in (1, 3, 7):
-        parser, shown = ToolCallParser(use()), ""
-        for start in range(0, len(text), size):
-            piece, early = parser.add(text[start : start + size], final=False)
-            assert not early
-            shown += piece
-        rest, late = parser.add("", final=True)
-        assert (shown + rest).rstrip() == content.rstrip()
-        assert [call["function"] for call in late] == [call["function"] for call in calls]
+        assert read(text, *range(size, len(text), size)) == (whole, calls)
 
 
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
         ('{"name": "weather", "arguments": {"ci', "", [("weather", '{"ci')]),
-        ('{"name":"weather","arguments":{"city":"Rome"}', "", [("weather", '{"city":"Rome"}')]),
+        ('{"name":"weather","arguments":{"city":"Rome"}', "", [("weather", '{"city": "Rome"}')]),
         ('{"name": "weather"', "", [("weather", "")]),
         ('{"name": "wea', "", []),
         ('{"name": "unknown", "arguments": {"a', '{"name": "unknown", "arguments": {"a', []),
@@ -94,12 +106,7 @@ def test_calls_are_found_in_the_text_whole_and_in_pieces(text: str, content: str
 )
 def test_a_call_that_is_cut_off_is_no_content(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     for size in (1, 1000):
-        parser, shown = ToolCallParser(use()), ""
-        for start in range(0, len(text), size):
-            shown += parser.add(text[start : start + size], final=False)[0]
-        rest, found = parser.add("", final=True, cut=True)
-        assert (shown + rest).rstrip() == content
-        assert [(one["function"]["name"], one["function"]["arguments"]) for one in found] == calls
+        assert read(text, *range(size, len(text), size), cut=True) == (content, calls)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
@@ -119,8 +126,8 @@ def test_a_call_that_is_cut_off_comes_as_far_as_it_is(server: Running, choice: A
         partial = partial or bool(told)
         chunks = [c.choices[0] for c in client.chat.completions.create(**body, max_tokens=count, stream=True)]
         assert chunks[-1].finish_reason == "length" and not any(chunk.delta.content for chunk in chunks)
-        streamed = [one for chunk in chunks for one in chunk.delta.tool_calls or []]
-        assert [one.function.arguments for one in streamed] == [one.function.arguments for one in told]
+        streamed = [one.function.arguments for chunk in chunks for one in chunk.delta.tool_calls or []]
+        assert "".join(streamed) == "".join(one.function.arguments for one in told)
     assert partial
 
 
@@ -139,7 +146,7 @@ def test_only_allowed_tools_are_called(server: Running) -> None:
 
 def test_one_call_where_only_one_is_wanted() -> None:
     text = f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"
-    assert len(ToolCallParser(use(parallel_tool_calls=False)).add(text, final=True)[1]) == 1
+    assert len(read(text, parallel_tool_calls=False)[1]) == 1
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,6 @@ HOSTS = "give --allowed-hosts, whose pages may use this server"
 TEXT_ONLY = "only text is served"
 API_KEYS = "clients are identified by --api-keys"
 BOTH_ROLES = "this server does both prefill and decode"
-REASONING = "reasoning stays in the text of the output"
 
 # Flags of `vllm serve` that take no value.
 SERVE_SWITCHES = ForeignNames(
@@ -84,7 +83,7 @@ SERVE_SWITCHES = ForeignNames(
         "enable_log_requests", "disable_log_stats", "disable_uvicorn_access_log",
         "disable_frontend_multiprocessing", "disable_custom_all_reduce", "enable_request_id_headers",
         "enable_tokenizer_info_endpoint", "use_v2_block_manager", "async_scheduling", "fully_sharded_loras",
-        "fail_fast_on_attention_window_too_large",
+        "fail_fast_on_attention_window_too_large", "enable_reasoning",
     ),
     accepted={"enable_lora": (True,)},
 )  # fmt: skip
@@ -96,9 +95,6 @@ SERVE = ForeignNames(
         "num_postprocess_workers",
     ),
     accepted={
-        # Tool calls are found in all of these formats.
-        "tool_call_parser": ("hermes", "llama3_json", "llama4_json", "mistral", "qwen25"),
-        "tool_parser": ("qwen3",),
         "data_parallel_size": ("1",),
         "cluster_size": ("1",),
         "backend": ("pytorch",),
@@ -130,9 +126,7 @@ SERVE = ForeignNames(
         "override_pooler_config": POOLING,
         "default_chat_template_kwargs": "give chat_template_kwargs in requests",
         "limit_mm_per_prompt": TEXT_ONLY,
-        "reasoning_parser": REASONING,
-        "enable_reasoning": REASONING,
-        "tool_parser_plugin": "tool calls of Hermes, Llama 3, Mistral and Qwen are parsed without a plugin",
+        "tool_parser_plugin": "--tool-call-parser lists the formats that are known",
         "enable_prompt_adapter": "PEFT folders of prompt tuning are served like any other adapter",
         "num_gpu_blocks_override": KV_TOKENS,
         "kv_cache_memory_bytes": KV_TOKENS,

@@ -25,7 +25,7 @@ OF_DRAWING = ("temperature", "top_k", "top_p", "min_p")
 class StopRules:
     """When an output ends, and how its text is made. end_ids: never part of it. ids: stop token ids, with the
     reasons. texts: end it wherever they appear. min_tokens: nothing ends it before. include: keep stop ids
-    and texts.
+    and texts. shown: special tokens that are part of the text in any case.
     """
 
     end_ids: frozenset[int] = frozenset()
@@ -35,6 +35,7 @@ class StopRules:
     min_tokens: int = 0
     detokenize: bool = True
     skip_special_tokens: bool = True
+    shown: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

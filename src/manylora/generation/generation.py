@@ -45,7 +45,8 @@ class Continuation:
     def __init__(self, rules: StopRules, tokenizer: Tokenizer | None) -> None:
         self._rules, self._stops = rules, StopTexts(rules.texts)
         decode = rules.detokenize or rules.texts
-        self._stream = tokenizer.stream(rules.skip_special_tokens) if tokenizer and decode else None
+        skips = rules.skip_special_tokens
+        self._stream = tokenizer.stream(skips, rules.shown) if tokenizer and decode else None
         self._text = ""
         self._safe = 0  # characters of _text that may be reported
         self._search_from = 0  # no stop text begins before this character

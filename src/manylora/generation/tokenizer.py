@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
@@ -303,16 +303,26 @@ class Tokenizer:
         after = self.decode(ids, skip_special_tokens) if final else self._stable(ids, skip_special_tokens)
         return after[len(before) :]
 
-    def stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """The text of one output as it grows: as `delta`, for a caller that sees all of its ids."""
+    def stream(self, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> TextStream:
+        """The text of one output as it grows: as `delta`, for a caller that sees all of its ids. shown:
+        special tokens that are not skipped.
+        """
         if self._rules.only_bytes:
-            return ByteStream(self._bytes_of, self._special if skip_special_tokens else frozenset())
+            return ByteStream(self._bytes_of, self._special - shown if skip_special_tokens else frozenset())
         return WindowStream(
             lambda ids: self._stable(ids, False),
             lambda ids: self.decode(ids, False),
             lambda ids: self._suffix(ids, False),
-            lambda i: self._is_shown(i, skip_special_tokens),
+            lambda i: self._is_shown(i, skip_special_tokens and i not in shown),
         )
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token with exactly this text."""
+        return self._library.token_to_id(text)
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """The ids of those texts that are special tokens."""
+        return frozenset(i for text in texts if (i := self.token_id(text)) in self._special and i is not None)
 
     def chat(
         self,

@@ -110,7 +110,15 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
         limits = Limits(served.max_seq_len, vocab_size, max_samples=max_samples)
         fingerprint = f"fp_{options.bases[0]}"
         inference = Inference(
-            backend, tokenizer, served.model, limits, options.bases, fingerprint, options.paths, defaults
+            backend,
+            tokenizer,
+            served.model,
+            limits,
+            options.bases,
+            fingerprint,
+            options.paths,
+            defaults,
+            options.parsers,
         )
         pinning = Pinning(backend.engine.pins, catalog, inference.load)
         pinning.start()

@@ -57,8 +57,8 @@ class Options(OllamaSampling):
 
 
 class _Generation(Body):
-    """format: "json", or a JSON schema. think: reasoning is not separated from the answer. truncate: drop the
-    oldest messages of a chat that is too long. keep_alive has no effect.
+    """format: "json", or a JSON schema. truncate: drop the oldest messages of a chat that is too long.
+    keep_alive has no effect.
     """
 
     model: str = Field(min_length=1, max_length=512)
@@ -90,7 +90,7 @@ class _Message(Body):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
-    thinking: str | None = None  # not shown to the model again
+    thinking: str | None = None
     images: Items[str] = Field([])
     tool_calls: Items[_Call] = Field([], max_length=128)
     tool_name: Text | None = None
@@ -162,8 +162,9 @@ def chat_request(body: OllamaChat | OllamaGenerate, model: str) -> schema.ChatRe
         messages = [*system, {"role": "user", "content": body.prompt}]
     chat = {"messages": messages, **_sampling(body, model)}
     chat |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
-    if "think" in body.model_fields_set:  # the variable that templates of reasoning models use
-        chat["chat_template_kwargs"] = {"enable_thinking": False}
+    if "think" in body.model_fields_set:
+        chat["chat_template_kwargs"] = schema.thinking_variables(bool(body.think))
+        chat["reasoning_effort"] = body.think if isinstance(body.think, str) else None
     if isinstance(body, OllamaChat) and body.tools:
         chat["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
     return _as_given(validate(chat, schema.ChatRequest), body.options)
@@ -172,6 +173,7 @@ def chat_request(body: OllamaChat | OllamaGenerate, model: str) -> schema.ChatRe
 def completion_request(body: OllamaGenerate, model: str) -> schema.CompletionRequest:
     """The completion for a raw prompt. Raises ApiError."""
     _check(body)
+    check_thinking(body, False)
     if body.system:
         raise invalid_value("system needs raw false", "system")
     completion = {"prompt": body.prompt, **_sampling(body, model)}
@@ -187,10 +189,14 @@ def _as_given(made: BodyT, options: Options) -> BodyT:
     return made
 
 
-def _check(body: OllamaChat | OllamaGenerate) -> None:
-    if body.think:
+def check_thinking(body: OllamaChat | OllamaGenerate, thinks: bool) -> None:
+    """thinks: whether the model can. Raises ApiError."""
+    if body.think and not thinks:
         reason = f"{body.model!r} does not support thinking: leave think out, or set it to false"
         raise unsupported_field(reason, "think")
+
+
+def _check(body: OllamaChat | OllamaGenerate) -> None:
     given = body.messages if isinstance(body, OllamaChat) else [body]
     if any(one.images for one in given):
         raise unsupported_field("images are not supported: this server takes text", "images")
@@ -228,6 +234,7 @@ def _messages(body: OllamaChat) -> list[dict[str, Any]]:
     number = 0
     for message in body.messages:
         shown: dict[str, Any] = {"role": message.role, "content": message.content}
+        shown["reasoning_content"] = message.thinking
         if message.tool_calls:
             shown["tool_calls"] = []
         for call in message.tool_calls:

@@ -16,11 +16,13 @@ from manylora.doors.http.api import errors, schema
 from manylora.doors.http.api.errors import FORMAT, ApiError, context_length, invalid_value, unsupported_field
 from manylora.doors.http.api.parsing import check_size
 from manylora.doors.http.api.schema import ChatRequest, CompletionRequest, GenerationRequest
-from manylora.doors.http.api.tools import ToolUse, tool_use
+from manylora.doors.http.api.tools import ToolUse, reply_format, tool_use
 from manylora.errors import RequestError
 from manylora.generation.decoding import Decoding, decoding_of
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
-from manylora.generation.guides import choice_pattern, json_guide
+from manylora.generation.guides import after_thinking, choice_pattern, json_guide
+from manylora.generation.reply import ReplyFormat
+from manylora.generation.reply_formats import CHOSEN_BY_TEMPLATE, Parsers
 from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
 from manylora.request import Guide
@@ -56,14 +58,29 @@ class Shared:
     logit_bias: np.ndarray | None
     guide: Guide | None
     guide_field: str = FORMAT
-    use: ToolUse | None = None
+    reply: ReplyFormat | None = None
 
 
-def shared_of(body: GenerationRequest, limits: Limits) -> Shared:
-    """Raises ApiError."""
+def shared_of(
+    body: GenerationRequest,
+    limits: Limits,
+    tokenizer: Tokenizer,
+    prompt: str = "",
+    parsers: Parsers = CHOSEN_BY_TEMPLATE,
+) -> Shared:
+    """prompt: the rendered template of a chat. Raises ApiError."""
     use = tool_use(body) if isinstance(body, ChatRequest) else None
     field, guide = guide_of(body, use)
-    return Shared(_logit_bias(body, limits.vocab_size), guide, field, use)
+    bias, reply = _logit_bias(body, limits.vocab_size), None
+    if isinstance(body, ChatRequest):
+        reply = reply_format(body, use, parsers, tokenizer.chat_template, prompt)
+    if reply is not None and reply.thinking is not None:
+        if guide is not None:
+            thinking, opened = reply.thinking, reply.opened
+            guide = _made(field, partial(after_thinking, guide, thinking, opened, tokenizer.token_id))
+        if isinstance(body, ChatRequest) and not body.separate_reasoning:
+            reply = replace(reply, thinking=None) if use else None
+    return Shared(bias, guide, field, reply)
 
 
 def plan(
@@ -79,7 +96,7 @@ def plan(
     own_minimum = "min_tokens" in body.model_fields_set
     more = {name: value for name, value in defaults.fields.items() if name not in body.model_fields_set}
     body = body.model_copy(update=more)
-    shared = shared or shared_of(body, limits)
+    shared = shared or shared_of(body, limits, tokenizer)
     top, prompt_top = None, body.prompt_logprobs
     if isinstance(body, CompletionRequest):
         top = body.logprobs
@@ -123,9 +140,11 @@ def plan(
         return_generation_logits=bool(top),
         return_context_logits=shows_prompt,
     )
+    shown = tokenizer.special_ids(shared.reply.shown) if shared.reply is not None else frozenset()
     return replace(
         decoding,
         params=params,
+        rules=replace(decoding.rules, shown=shown) if shown else decoding.rules,
         top=top,
         prompt_top=prompt_top,
         prompt_only=prompt_only,

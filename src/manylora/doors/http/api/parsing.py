@@ -134,9 +134,6 @@ INSTEAD = {
         "use structured_outputs or response_format",
     ),
     **dict.fromkeys(("max_length", "max_new_tokens", "n_predict", "num_predict"), "use max_tokens"),
-    **dict.fromkeys(
-        ("include_reasoning", "separate_reasoning"), "reasoning stays in the text of the output: leave it out"
-    ),
     **dict.fromkeys(("inputs", "text_input"), "use prompt"),
     **dict.fromkeys(
         ("image", "image_url", "input_audio", "mm_processor_kwargs", "video_url"), "only text is served"

@@ -285,14 +285,20 @@ class Message(Body):
     name: Text | None = None
     tool_calls: Items[ToolCall] = Field([], max_length=128)
     tool_call_id: Text | None = None
+    reasoning_content: str | None = None  # of an earlier answer, for templates that show it
+    reasoning: str | None = None  # vLLM's newer name
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not (self.tool_calls or self.thought):
             raise ValueError("content is required")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls belong to the assistant's messages")
         return self
+
+    @property
+    def thought(self) -> str:
+        return self.reasoning_content or self.reasoning or ""
 
     @property
     def text(self) -> str:
@@ -347,7 +353,10 @@ class Prediction(Body):
 
 
 class ChatRequest(TemplateFields, GenerationRequest):
-    """reasoning_effort: a variable for the chat template. verbosity and prediction have no effect."""
+    """reasoning_effort: a variable for the chat template. verbosity and prediction have no effect.
+    include_reasoning: false: leave reasoning out of the answer. separate_reasoning: SGLang's; false: leave it
+    in the content.
+    """
 
     messages: Items[Message] = Field(min_length=1, max_length=4096)
     tools: Items[Tool] = Field([], max_length=128)
@@ -358,10 +367,17 @@ class ChatRequest(TemplateFields, GenerationRequest):
     top_logprobs: int = Field(0, ge=0, le=20)
     return_expanded_prompt: bool = False  # llgtrt: return the rendered chat template
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
     verbosity: Literal["low", "medium", "high"] | None = None
     prediction: Prediction | None = None
     # llgtrt: whether the chat template gets tools, and the schema of response_format as json_schema
     include_json_schema_in_prompt: bool = True
+
+
+def thinking_variables(on: bool) -> dict[str, bool]:
+    """For chat templates, which call it one or the other."""
+    return {"enable_thinking": on, "thinking": on}
 
 
 class TokenizeRequest(TemplateFields):

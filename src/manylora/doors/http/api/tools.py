@@ -1,32 +1,20 @@
-"""Tools of a chat: how the model sees them, guides for calls, and parsing calls from the output."""
+"""Tools of a chat: how the model sees them, guides for calls, and how the output is read."""
 
 from __future__ import annotations
 
 import json
-import re
-import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from manylora.doors.http.api.errors import ApiError, invalid_value
 from manylora.doors.http.api.schema import AllowedToolChoice, ChatRequest, NamedToolChoice, Tool
-from manylora.generation.generation import overlap
 from manylora.generation.guides import closed, json_guide
+from manylora.generation.reply import ReplyFormat
+from manylora.generation.reply_formats import Parsers, marks_of, thinking_of
 from manylora.request import Guide
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # as the engine compiles a plain schema
-TAG, END_TAG = "<tool_call>", "</tool_call>"
-CALL_STARTS = ("{", "[", TAG, "<|python_tag|>")  # an output that is a call starts with one of these
-# A truncated call: its name, and the start of its arguments.
-UNFINISHED = re.compile(
-    r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*(?:,\s*"(?:arguments|parameters)"\s*:\s*(.*))?', re.DOTALL
-)
-PREFIXES = re.compile(r"\s*(<\|python_tag\|>|\[TOOL_CALLS\])?\s*")
-BLOCK = re.compile(f"{TAG}(.*?)(?:{END_TAG}|$)", re.DOTALL)
-
-Calls = list[dict[str, Any]]
-"""`tool_calls` of a message."""
 
 
 @dataclass(frozen=True)
@@ -98,104 +86,31 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
     return use
 
 
-class ToolCallParser:
-    """Splits a growing output into content and tool calls. Withholds text that may become a call."""
-
-    def __init__(self, use: ToolUse) -> None:
-        self._use = use
-        self._pending = ""
-        self._in_call = use.only_calls
-        self._undecided = not self._in_call
-        self.num_calls = 0
-
-    def add(self, text: str, final: bool, cut: bool = False) -> tuple[str, Calls]:
-        """New content, and the calls, which come with the final text only.
-
-        cut: the token limit was reached. An incomplete last call is returned with the start of its arguments.
-        """
-        self._pending += text
-        if final:
-            content, calls = self._parse(cut)
-            calls = calls if self._use.parallel else calls[:1]
-            self.num_calls = len(calls)
-            self._pending = ""
-            return content, calls
-        if self._undecided:
-            start = self._pending.lstrip()
-            if any(mark.startswith(start[: len(mark)]) for mark in CALL_STARTS):
-                self._in_call = any(start.startswith(mark) for mark in CALL_STARTS)
-                self._undecided = not self._in_call
-            else:
-                self._undecided = False
-        if self._in_call or self._undecided:
-            return "", []
-        at = self._pending.find(TAG)  # content ends at the tag of a call, or at text that may become one
-        self._in_call = at >= 0
-        if at < 0:
-            at = len(self._pending) - overlap(self._pending, TAG)
-        shown, self._pending = self._pending[:at], self._pending[at:]
-        return shown, []
-
-    def _parse(self, cut: bool) -> tuple[str, Calls]:
-        text = self._pending
-        if self._use.named is not None:
-            return "", [_call(self._use.named, text.strip())]
-        if TAG in text:
-            *whole, last = BLOCK.findall(text)
-            found = [one for block in whole for one in self._read(block)]
-            found += list(self._read(last)) or (self._unfinished(last) if cut else [])
-            is_call = found or (cut and END_TAG not in text)
-            return (text[: text.index(TAG)].rstrip(), found) if is_call else (text, [])
-        inner = PREFIXES.sub("", text, count=1)
-        found = list(self._read(inner))
-        if not found and (cut or self._use.required):
-            found = self._unfinished(inner)
-        bare = "".join(inner.split()).removeprefix("[")  # a call whose name is still incomplete?
-        begins = cut and any(f'{{"name":"{name}"'.startswith(bare) for name in self._use.names)
-        return ("", found) if found or self._use.required or begins else (text, [])
-
-    def _unfinished(self, text: str) -> Calls:
-        """The calls of a text that ends within a call."""
-        found: Calls = []
-        text = text.strip().removeprefix("[").lstrip()
-        while text:
-            try:
-                call, end = json.JSONDecoder().raw_decode(text)
-            except (ValueError, RecursionError):
-                match = UNFINISHED.fullmatch(text)
-                if match is not None and match[1] in self._use.names:
-                    found.append(_call(match[1], (match[2] or "").rstrip()))
-                return found
-            name, arguments = _name_and_arguments(call)
-            if name not in self._use.names or arguments is None:
-                return found
-            found.append(_call(name, json.dumps(arguments, ensure_ascii=False)))
-            text = text[end:].lstrip(" \n\t,]")
-        return found
-
-    def _read(self, text: str) -> Iterator[dict[str, Any]]:
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            return
-        calls = value if isinstance(value, list) else [value]
-        pairs = [_name_and_arguments(call) for call in calls]
-        if all(name in self._use.names and arguments is not None for name, arguments in pairs):
-            for name, arguments in pairs:
-                yield _call(name, json.dumps(arguments, ensure_ascii=False))
-
-
-def _name_and_arguments(call: Any) -> tuple[str, dict[str, Any] | None]:
-    """Llama says parameters, other models arguments."""
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return "", None
-    found = call.get("arguments", call.get("parameters"))
-    return call["name"], found if isinstance(found, dict) else None
-
-
-def _call(name: str, arguments: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+def reply_format(
+    body: ChatRequest, use: ToolUse | None, parsers: Parsers, template: str | None, prompt: str
+) -> ReplyFormat | None:
+    """How the outputs are read. None: they are content. prompt: the rendered template."""
+    thinking = thinking_of(parsers.reasoning, template)
+    if thinking is None and use is None:
+        return None
+    opened = False
+    if thinking is not None:
+        end = prompt.rstrip()
+        opened = end.endswith(thinking.starts) or (thinking.always and not end.endswith(thinking.ends))
+        if body.continue_final_message:
+            text = body.messages[-1].text
+            begun, ended = (max(map(text.rfind, one)) for one in (thinking.starts, thinking.ends))
+            opened = begun > ended
+    return ReplyFormat(
+        thinking,
+        opened and not (thinking and thinking.inner),
+        {tool.function.name: tool.function.parameters or {} for tool in use.tools} if use else {},
+        marks_of(parsers.tools, template) if use else (),
+        use.named if use else None,
+        use is not None and use.only_calls,
+        use is None or use.parallel,
+        hidden=not body.include_reasoning,
+    )
 
 
 def _arguments(tool: Tool) -> dict[str, Any]:

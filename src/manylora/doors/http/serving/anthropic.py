@@ -22,12 +22,14 @@ from manylora.doors.http.api.schema import (
     Text,
     WordText,
     sampling_fields,
+    thinking_variables,
 )
 from manylora.doors.http.serving.inference import Inference
 from manylora.doors.http.serving.keys import ApiKey
 from manylora.doors.http.serving.responses import Answers, TranslatedChat, encode, named_event
 
 EMPTY = {"type": "text", "text": ""}
+THOUGHT = {"type": "thinking", "thinking": "", "signature": ""}
 TYPES = ERROR_TYPES | {413: "request_too_large", 503: "overloaded_error"}
 # This API's names for fields of chats.
 NAMES = {"stop": "stop_sequences", FORMAT: "output_config", "chat_template_kwargs": "thinking"}
@@ -46,7 +48,7 @@ class TextBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """The model does not see it again."""
+    """signature and data have no effect."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str = ""
@@ -110,7 +112,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """What the model thinks is part of its text. budget_tokens and display have no effect."""
+    """budget_tokens has no effect. display: omitted: the blocks are empty."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
@@ -165,8 +167,10 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     chat: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
     if body.messages[-1].role == "assistant":  # the output continues it
         chat["continue_final_message"] = True
-    if body.thinking is not None:  # the variable that templates of reasoning models use
-        chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    chat["include_reasoning"] = thinks  # as in Anthropic's API, it is shown to those who ask for it
+    if body.thinking is not None:
+        chat["chat_template_kwargs"] = thinking_variables(thinks)
     tools = [
         {"name": one.name, "parameters": one.input_schema, "strict": one.strict}
         | {"description": one.description or ""}
@@ -206,6 +210,9 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
         shown: dict[str, Any] = {"role": message.role, "content": _text(texts if blocks else message.content)}
         if calls:
             shown["tool_calls"] = calls
+        thoughts = [one.thinking for one in blocks if isinstance(one, ThinkingBlock) and one.thinking]
+        if thoughts:
+            shown["reasoning_content"] = "\n".join(thoughts)
         if texts or calls or not any(isinstance(one, ToolResultBlock) for one in blocks):
             found.append(shown)
     return found
@@ -226,7 +233,8 @@ async def answer_messages(
     # Coding agents ask for as many tokens as their largest model can write.
     room = max(1, inference.limits.max_seq_len - len(prompt.ids))
     chat.max_tokens = min(body.max_tokens, room)
-    build = partial(MessagesAnswer, body.max_tokens > room)
+    omits = body.thinking is not None and body.thinking.display == "omitted"
+    build = partial(MessagesAnswer, body.max_tokens > room, omits)
     return await inference.chat_from(request, chat, asked, prompt, build)
 
 
@@ -246,21 +254,30 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 class MessagesAnswer(TranslatedChat):
-    """A message of blocks: a text, tool uses, or both. fills: it may be cut off by the context's end."""
+    """A message of blocks: thinking, a text, tool uses. fills: it may be cut off by the context's end. omits:
+    blocks of thinking are empty.
+    """
 
-    def __init__(self, fills: bool, answers: Answers) -> None:
+    def __init__(self, fills: bool, omits: bool, answers: Answers) -> None:
         super().__init__(answers)
+        self._omits = omits
         self._length = "model_context_window_exceeded" if fills else "max_tokens"
         self.id = f"msg_{secrets.token_hex(12)}"
         self._blocks = 0  # that were begun
-        self._open = ""  # what the open block is: text, or the index of a call in the chat; empty: none is
+        self._open = (
+            ""  # what the open block is: text, thinking, or the index of a call in the chat; empty: none is
+        )
         self._ending: dict[str, Any] = {}
 
     def body(self) -> dict[str, Any]:
         chat = super().body()
         choice = chat["choices"][0]
         message, calls = choice["message"], choice["message"].get("tool_calls") or []
-        content = [{"type": "text", "text": message["content"] or ""}] * bool(message["content"] or not calls)
+        content: list[dict[str, Any]] = []
+        if thought := message.get("reasoning"):
+            content.append(THOUGHT | {"thinking": "" if self._omits else thought})
+        if message["content"] or not calls:
+            content.append({"type": "text", "text": message["content"] or ""})
         for call in calls:
             given = call["function"]["arguments"] or "{}"
             arguments = from_json(given, allow_partial=True)  # max_tokens may cut it off
@@ -288,6 +305,10 @@ class MessagesAnswer(TranslatedChat):
 
     def _choice_event(self, choice: dict[str, Any]) -> str:
         delta, events = choice["delta"], []
+        if delta.get("reasoning"):
+            events.append(self._begin("thinking", THOUGHT))
+            if not self._omits:
+                events.append(self._delta(f'"thinking_delta","thinking":{encode(delta["reasoning"])}'))
         if delta.get("content"):
             events.append(self._text_delta(0, encode(delta["content"])))
         for call in delta.get("tool_calls") or ():

@@ -35,6 +35,7 @@ from manylora.errors import RequestError
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.generation.generation import Generation
 from manylora.generation.pooled import PooledGeneration
+from manylora.generation.reply_formats import CHOSEN_BY_TEMPLATE, Parsers
 from manylora.generation.tokenizer import Tokenizer
 from manylora.request import MAX_MIXED, MAX_SCALE, Pooling
 
@@ -84,7 +85,8 @@ class ResolvedRequest:
 
 class Inference:
     """bases: names of the base model; responses use the first. fingerprint: identifies it. paths: further
-    names of it, which are not listed. defaults: its own, for fields that a request leaves out.
+    names of it, which are not listed. defaults: its own, for fields that a request leaves out. parsers: of
+    reasoning and tool calls.
     """
 
     def __init__(
@@ -97,10 +99,11 @@ class Inference:
         fingerprint: str,
         paths: Sequence[str] = (),
         defaults: GenerationDefaults = NO_DEFAULTS,
+        parsers: Parsers = CHOSEN_BY_TEMPLATE,
     ) -> None:
         self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
         self.model, self._fingerprint, self._paths = model, fingerprint, paths
-        self.defaults = defaults
+        self.defaults, self.parsers = defaults, parsers
         self.prompts = Prompts(tokenizer, limits)
         self._probe: asyncio.Task[None] | None = None
         self._probed_at = 0.0
@@ -229,7 +232,7 @@ class Inference:
     async def _generate_two(self, name: str | None) -> None:
         body = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 2, "temperature": 0.0})
         asked = ResolvedRequest(AdapterChoice(name=name), self.prompts)
-        prompt, shared = tuple(self.tokenizer.encode("a")), shared_of(body, self.limits)
+        prompt, shared = tuple(self.tokenizer.encode("a")), shared_of(body, self.limits, self.tokenizer)
         await self.finish(self._call(body, prompt, asked, Signal(), "health", shared))
 
     async def _compute_one(self, name: str | None) -> None:
@@ -265,7 +268,8 @@ class Inference:
         if body.truncate_prompt_tokens is not None:
             prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
         changed, name = Signal(), name_of(request, body.request_id)
-        shared = shared_of(body, self.limits)
+        rendered = texts[0] if texts else ""
+        shared = shared_of(body, self.limits, asked.prompts.tokenizer, rendered, self.parsers)
         calls = [
             self._call(body, prompt, asked, changed, f"{name}-{number}", shared)
             for number, prompt in enumerate(prompts)
@@ -285,7 +289,7 @@ class Inference:
                 name=name,
                 token_ids=body.return_token_ids,
                 running_usage=options.continuous_usage_stats,
-                use=shared.use,
+                reply=shared.reply,
                 expanded_prompt=texts[0] if getattr(body, "return_expanded_prompt", False) else None,
                 echoes=_echoes(body, calls, asked.prompts.tokenizer),
             )

@@ -27,6 +27,8 @@ from manylora.doors.http.serving.models import ModelFiles, tiers
 from manylora.doors.http.serving.pooled import EmbeddingRequest, PooledApi
 from manylora.doors.http.serving.prompts import Prompts
 from manylora.doors.http.serving.responses import Answers, TranslatedChat, encode
+from manylora.generation.reply_formats import thinking_of
+from manylora.generation.tokenizer import Tokenizer
 from manylora.request import RequestMetrics
 
 VERSION = "0.12.11"  # of the API; clients require a minimum version
@@ -135,6 +137,7 @@ class OllamaApi:
         limits, files = self._inference.limits, self._files
         prompts, defaults = await self._inference.text_of(name, key)
         able = ["completion", *["tools"] * (prompts.tokenizer.chat_template is not None)]
+        able += ["thinking"] * self._thinks(prompts.tokenizer)
         family = card["details"]["family"]
         facts = {
             "general.architecture": family,
@@ -156,6 +159,9 @@ class OllamaApi:
         }
         return JSONResponse(shown)
 
+    def _thinks(self, tokenizer: Tokenizer) -> bool:
+        return thinking_of(self._inference.parsers.reasoning, tokenizer.chat_template) is not None
+
     async def _answer(
         self,
         request: Request,
@@ -167,6 +173,7 @@ class OllamaApi:
         # Ollama fills the context, whatever num_predict is, so only the prompt has to fit.
         wanted, chat = chat, chat.model_copy(update={"max_tokens": None})
         asked = await self._inference.ask(chat, key)
+        bodies.check_thinking(body, self._thinks(asked.prompts.tokenizer))
         if body.truncate:
             chat, prompt = await asked.prompts.chat_that_fits(chat)
         else:
@@ -247,13 +254,15 @@ class OllamaAnswer(TranslatedChat):
         self._started, self._asked_model = started, asked.model
         self._is_chat = isinstance(asked, bodies.OllamaChat)
         self._reason = "stop"
+        self._calls: dict[int, dict[str, Any]] = {}  # which come whole, at the end
 
     def body(self) -> dict[str, Any]:
         chat = super().body()
         choice = chat["choices"][0]
         self._reason = DONE.get(choice["finish_reason"], "stop")
         message = choice["message"]
-        shown = self._content(message["content"] or "", message.get("tool_calls") or (), choice)
+        calls, thought = message.get("tool_calls") or (), message.get("reasoning") or ""
+        shown = self._content(message["content"] or "", calls, choice, thought)
         return {**self._common_fields(), **shown, **self._ending(chat["usage"])}
 
     def first_events(self) -> bytes:
@@ -276,17 +285,27 @@ class OllamaAnswer(TranslatedChat):
 
     def _choice_event(self, choice: dict[str, Any]) -> str:
         delta, reason = choice["delta"], choice.get("finish_reason")
-        calls = delta.get("tool_calls") or ()
+        calls: list[dict[str, Any]] = []
+        for call in delta.get("tool_calls") or ():
+            known = self._calls.setdefault(call["index"], call)
+            if known is not call:
+                known["function"]["arguments"] += call["function"]["arguments"]
         if reason is not None:
             self._reason = DONE.get(reason, "stop")
-        if not (delta.get("content") or calls or choice.get("logprobs")):
+            calls = list(self._calls.values())
+        text, thought = delta.get("content") or "", delta.get("reasoning") or ""
+        if not (text or thought or calls or choice.get("logprobs")):
             return ""
-        return self._line({**self._content(delta.get("content") or "", calls, choice), "done": False})
+        return self._line({**self._content(text, calls, choice, thought), "done": False})
 
-    def _content(self, text: str, calls: Sequence[dict[str, Any]], choice: dict[str, Any]) -> dict[str, Any]:
+    def _content(
+        self, text: str, calls: Sequence[dict[str, Any]], choice: dict[str, Any], thought: str = ""
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {"response": text}
         if self._is_chat:
             found = {"message": {**EMPTY, "content": text}}
+        if thought:
+            (found["message"] if self._is_chat else found)["thinking"] = thought
         if calls:
             found["message"]["tool_calls"] = [_call(number, call) for number, call in enumerate(calls)]
         log_probs = (choice.get("logprobs") or {}).get("content")

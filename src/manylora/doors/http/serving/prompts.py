@@ -133,7 +133,8 @@ class Prompts:
         elif isinstance(body, TokenizeRequest) and body.tools:
             use = ToolUse(body.tools)
         calls = [call for message in messages for call in message.tool_calls]
-        length = sum(len(one.text) for one in messages) + sum(len(one.function.arguments) for one in calls)
+        length = sum(len(one.text) + len(one.thought) for one in messages)
+        length += sum(len(one.function.arguments) for one in calls)
         try:
             self.tokenizer.limits.check(length, self._limits.max_seq_len, whole=False)
         except TextTooLongError as error:
@@ -197,6 +198,8 @@ def _template_message(message: Message) -> dict[str, Any]:
     for name in ("name", "tool_call_id"):
         if getattr(message, name) is not None:
             shown[name] = getattr(message, name)
+    if message.thought:  # gpt-oss calls it thinking
+        shown["reasoning_content"] = shown["thinking"] = message.thought
     if message.tool_calls:
         shown["tool_calls"] = []
     for call in message.tool_calls:

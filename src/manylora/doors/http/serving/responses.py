@@ -14,11 +14,11 @@ from starlette.requests import Request
 from manylora.doors.http.api import logprobs
 from manylora.doors.http.api.errors import ApiError, client_left
 from manylora.doors.http.api.logprobs import TextOffsets
-from manylora.doors.http.api.tools import Calls, ToolCallParser, ToolUse
 from manylora.doors.http.serving.backend import Backend, Call, Signal
 from manylora.doors.http.serving.transport import watch
 from manylora.generation.generation import Generation
 from manylora.generation.outputs import CompletionOutput
+from manylora.generation.reply import Piece, ReplyFormat, ReplyReader
 from manylora.generation.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -39,8 +39,8 @@ class Answers:
     """What a response is made of: n choices for each generation, one generation for each prompt.
 
     model: as the client named it. fingerprint: identifies model and adapter. name: suffix of the response's
-    id. token_ids: include those of prompts and outputs. running_usage: every chunk has the usage so far. use:
-    tools that the model may call.
+    id. token_ids: include those of prompts and outputs. running_usage: every chunk has the usage so far.
+    reply: how outputs are read; None: they are content.
     """
 
     generations: Sequence[Generation]
@@ -51,7 +51,7 @@ class Answers:
     name: str = ""
     token_ids: bool = False
     running_usage: bool = False
-    use: ToolUse | None = None
+    reply: ReplyFormat | None = None
     expanded_prompt: str | None = None
     echoes: Sequence[Echo] = ()
 
@@ -84,7 +84,7 @@ class ResponseBuilder:
                     choice["token_ids"] = [] if generation.decoding.prompt_only else output.token_ids
                 choice |= versions_of(output)
                 choices.append({"index": number * self._n + output.index, **_ending(output), **choice})
-        return self._envelope(self.object, choices) | {"usage": self._usage(num_output)}
+        return self._envelope(self.object, choices) | {"usage": self._usage(num_output) | self._details()}
 
     def first_events(self) -> bytes:
         """Server-sent events before there is any output."""
@@ -103,7 +103,7 @@ class ResponseBuilder:
                     text = output.advance()
                     if text:
                         self._tokens_sent[index] = len(output.token_ids)
-                        chunks.append(self._event(self._text_delta(index, encode(text))))
+                        chunks += self._text_events(index, text)
                     continue
                 report = output.report(at, generation.decoding.logprobs, False)
                 counted = generation.decoding.top is not None or self._shown.token_ids
@@ -131,6 +131,9 @@ class ResponseBuilder:
         plain = generation.decoding.top is None and not self._shown.token_ids
         return plain and not generation.decoding.prompt_only
 
+    def _text_events(self, index: int, text: str) -> list[str]:
+        return [self._event(self._text_delta(index, encode(text)))]
+
     def _text_delta(self, index: int, text: str) -> str:
         """A choice with only text, as JSON. text: encoded as JSON."""
         raise NotImplementedError
@@ -153,7 +156,7 @@ class ResponseBuilder:
     def _event(self, choice: str, more: str = "") -> str:
         """choice: as JSON. more: further fields of the chunk, as JSON after a comma."""
         if self._shown.running_usage:
-            more += f',"usage":{encode(self._usage_so_far())}'
+            more += f',"usage":{encode(self._usage(sum(self._tokens_sent.values())))}'
         return f"{self._chunk_start}{choice}]{more}}}\n\n"
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -178,7 +181,11 @@ class ResponseBuilder:
 
     def _usage_so_far(self) -> dict[str, Any]:
         """Of a stream."""
-        return self._usage(sum(self._tokens_sent.values()))
+        return self._usage(sum(self._tokens_sent.values())) | self._details()
+
+    def _details(self) -> dict[str, Any]:
+        """Further fields of the usage of a complete response."""
+        return {}
 
     def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
         raise NotImplementedError
@@ -191,14 +198,14 @@ class ResponseBuilder:
 
 
 class ChatResponse(ResponseBuilder):
-    """A chat, with tool calls if the model may make any."""
+    """A chat, with its reasoning and tool calls if there may be any."""
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, answers: Answers) -> None:
         super().__init__(answers)
-        self._use = answers.use
-        self._parsers: dict[int, ToolCallParser] = {}
+        self._reply = answers.reply
+        self._readers: dict[int, ReplyReader] = {}
 
     def body(self) -> dict[str, Any]:
         expanded = self._shown.expanded_prompt
@@ -214,8 +221,43 @@ class ChatResponse(ResponseBuilder):
             for index in range(count)
         ).encode()
 
-    def _is_text_only(self, generation: Generation) -> bool:
-        return self._use is None and super()._is_text_only(generation)
+    def _read(self, index: int, text: str, reason: str | None) -> list[Piece]:
+        """What a text adds to a choice."""
+        if self._reply is None:
+            return [Piece("content", text)] if text else []
+        reader = self._readers.setdefault(index, ReplyReader(self._reply))
+        return reader.add(text, reason is not None, cut=reason == "length")
+
+    def _end_reason(self, index: int, output: CompletionOutput) -> str | None:
+        """A truncated output with calls keeps its own reason."""
+        called = index in self._readers and self._readers[index].num_calls
+        return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
+
+    def _text_events(self, index: int, text: str) -> list[str]:
+        if self._reply is None:
+            return super()._text_events(index, text)
+        ending = {"logprobs": None, "finish_reason": None}
+        return [
+            self._event(self._text_delta(index, encode(piece.text)))
+            if piece.kind == "content"
+            else self._choice_event({"index": index, "delta": _delta(piece), **ending})
+            for piece in self._read(index, text, None)
+        ]
+
+    def _details(self) -> dict[str, Any]:
+        if self._reply is None or self._reply.thinking is None:
+            return {}
+        count = 0
+        for index, reader in self._readers.items():
+            generation = self.generations[index // self._n]
+            ids, rules = generation.streamed_outputs[index % self._n].token_ids, generation.decoding.rules
+            stream, length = self._tokenizer.stream(rules.skip_special_tokens, rules.shown), 0
+            for token in ids:
+                if length >= reader.num_reasoning:
+                    break
+                length += len(stream.add([token], False))
+                count += 1
+        return {"completion_tokens_details": {"reasoning_tokens": count}}
 
     def _text_delta(self, index: int, text: str) -> str:
         return f'{{"index":{index},"delta":{{"content":{text}}},"logprobs":null,"finish_reason":null}}'
@@ -223,32 +265,40 @@ class ChatResponse(ResponseBuilder):
     def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         choice: dict[str, Any] = {"message": message, "logprobs": self._logprobs(generation, output, 0)}
-        if self._use is not None:
-            parser = ToolCallParser(self._use)
-            content, calls = parser.add(output.text, final=True, cut=output.finish_reason == "length")
-            message["content"] = content or (None if calls or self._use.required else "")
+        if self._reply is not None:
+            index = self.generations.index(generation) * self._n + output.index
+            found: dict[str, str] = {}
+            calls: dict[int, dict[str, Any]] = {}
+            for piece in self._read(index, output.text, output.finish_reason or "stop"):
+                if piece.kind == "name":
+                    calls[piece.call] = new_call(piece.text)
+                elif piece.kind == "arguments":
+                    calls[piece.call]["function"]["arguments"] += piece.text
+                else:
+                    found[piece.kind] = found.get(piece.kind, "") + piece.text
+            nothing = None if calls or self._reply.only_calls or found else ""
+            message["content"] = found.get("content", nothing)
+            if "reasoning" in found:
+                message["reasoning_content"] = message["reasoning"] = found["reasoning"]
             if calls:
-                message["tool_calls"] = calls
-                choice["finish_reason"] = _finish_reason(output)
+                message["tool_calls"] = list(calls.values())
+            choice["finish_reason"] = self._end_reason(index, output)
         return choice
 
     def _deltas(
         self, index: int, generation: Generation, output: CompletionOutput, start: int
     ) -> list[dict[str, Any]]:
         log_probs = {"logprobs": self._logprobs(generation, output, start)}
-        content, calls, reason = output.text_diff, Calls(), output.finish_reason
-        if self._use is not None:
-            parser = self._parsers.setdefault(index, ToolCallParser(self._use))
-            content, calls = parser.add(content, reason is not None, cut=reason == "length")
-        first = {"delta": {"content": content} if content else {}, **log_probs}
-        if calls:
-            delta = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
-            ending = _ending(output) | {"finish_reason": _finish_reason(output)}
-            if content:
-                return [{**first, "finish_reason": None}, {"delta": delta, **ending}]
-            return [{"delta": delta, **log_probs, **ending}]
-        is_empty = not content and reason is None and log_probs["logprobs"] is None
-        return [] if is_empty and not self._shown.token_ids else [{**first, **_ending(output)}]
+        pieces = self._read(index, output.text_diff, output.finish_reason)
+        is_empty = not pieces and output.finish_reason is None and log_probs["logprobs"] is None
+        if is_empty and not self._shown.token_ids:
+            return []
+        found: list[dict[str, Any]] = [
+            {"delta": _delta(piece), "logprobs": None, "finish_reason": None} for piece in pieces
+        ] or [{"delta": {}}]
+        found[0] |= log_probs
+        found[-1] |= _ending(output) | {"finish_reason": self._end_reason(index, output)}
+        return found
 
     def _logprobs(
         self, generation: Generation, output: CompletionOutput, start: int
@@ -348,9 +398,21 @@ class CompletionResponse(ResponseBuilder):
         return logprobs.completion_logprobs(found, self._tokenizer, top, offsets)
 
 
-def _finish_reason(output: CompletionOutput) -> str | None:
-    """Of a choice that may have tool calls. A truncated output keeps its own reason."""
-    return "tool_calls" if output.finish_reason == "stop" else output.finish_reason
+def new_call(name: str) -> dict[str, Any]:
+    """A call of a message, without its arguments."""
+    function = {"name": name, "arguments": ""}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    """Of a choice in a stream."""
+    if piece.kind == "content":
+        return {"content": piece.text}
+    if piece.kind == "reasoning":
+        return {"reasoning_content": piece.text, "reasoning": piece.text}
+    if piece.kind == "name":
+        return {"tool_calls": [{"index": piece.call, **new_call(piece.text)}]}
+    return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
 
 
 def versions_of(output: CompletionOutput) -> dict[str, Any]:

@@ -122,6 +122,16 @@ class _Part(_Item):
     refusal: str | None = None
 
 
+class _Thought(_Item):
+    text: str
+
+
+class _ReasoningItem(_Item):
+    """Summaries and encrypted reasoning are not shown to the model again."""
+
+    content: Items[_Thought] = Field([])
+
+
 class _MessageItem(_Item):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Items[dict[str, Any]]
@@ -213,8 +223,11 @@ def _tool_choice(given: str | dict[str, Any]) -> str | dict[str, Any]:
 
 
 def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Messages as in a chat. Consecutive calls, and an assistant's text before them, become one message."""
+    """Messages as in a chat. Consecutive calls, and an assistant's text and reasoning before them, become one
+    message.
+    """
     found: list[dict[str, Any]] = []
+    thought = ""  # of the next message of the assistant
     if body.instructions:
         found.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
@@ -228,10 +241,13 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
         if kind == "message":
             message = _checked(given, _MessageItem, where)
             found.append({"role": message.role, "content": _text(message.content, f"{where}.content")})
+            if thought and message.role == "assistant":
+                found[-1]["reasoning_content"], thought = thought, ""
         elif kind == "function_call":
             call = _checked(given, _CallItem, where)
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant"})
+            if thought or not found or found[-1]["role"] != "assistant":
+                found.append({"role": "assistant", "reasoning_content": thought or None})
+                thought = ""
             function = {"name": call.name, "arguments": call.arguments}
             found[-1].setdefault("tool_calls", []).append({"id": call.call_id, "function": function})
         elif kind == "function_call_output":
@@ -241,7 +257,9 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
         elif kind == "item_reference":
             reason = f"{where}: this server no longer has that item: send the item itself"
             raise unsupported_field(reason, where)
-        elif kind != "reasoning":  # reasoning is not shown to the model again
+        elif kind == "reasoning":
+            thought = "\n".join(part.text for part in _checked(given, _ReasoningItem, where).content)
+        else:
             reason = f"{where}: items of type {str(kind)[:50]!r} are not supported: leave it out"
             raise unsupported_field(reason, where)
     if not found:
@@ -327,7 +345,7 @@ async def respond(
 
 
 class ResponsesAnswer(TranslatedChat):
-    """remember: called with each complete item. An output is a message, function calls, or both."""
+    """remember: called with each complete item. An output is reasoning, a message and function calls."""
 
     def __init__(
         self, asked: ResponsesRequest, remember: Callable[[Item], None] | None, answers: Answers
@@ -339,7 +357,8 @@ class ResponsesAnswer(TranslatedChat):
         self._number = 0  # of the next event
         self._status = RUNNING
         self._output: list[dict[str, Any]] = []  # complete items
-        self._message_id = ""  # of the message being written; empty: none
+        self._kind = ""  # of the item being written: message, reasoning, function_call; empty: none is
+        self._item: Item = {}
         self._text: list[str] = []  # its parts, as JSON
         self._log_probs: list[dict[str, Any]] = []
         self._versions: list[dict[str, Any]] = []  # adapter versions, as in a choice of a chat
@@ -350,7 +369,11 @@ class ResponsesAnswer(TranslatedChat):
         self._versions = choice.get("lora_versions", [])
         message, status = choice["message"], CUT.get(choice["finish_reason"], COMPLETED)
         calls = message.get("tool_calls") or []
-        if message["content"] or not calls:
+        if thought := message.get("reasoning"):
+            self._add(
+                _reasoning(_new_id("rs"), COMPLETED if message["content"] or calls else status, thought)
+            )
+        if message["content"] or not (calls or thought):
             log_probs = _log_probs(choice)
             self._add(_message(_new_id("msg"), status, message["content"] or "", log_probs))
         for call in calls:
@@ -375,37 +398,53 @@ class ResponsesAnswer(TranslatedChat):
         return self._make("response.failed", response=response).encode()
 
     def _text_delta(self, index: int, text: str) -> str:
-        return self._open_message() + self._delta(text, "[]")
+        return self._open("message") + self._delta(text, "[]")
 
     def _choice_event(self, choice: dict[str, Any]) -> str:
         delta, log_probs = choice["delta"], _log_probs(choice)
         events = []
-        if delta.get("content") or log_probs:
-            events.append(self._open_message())
+        if delta.get("reasoning"):
+            events += [self._open("reasoning"), self._text_of("reasoning_text", delta["reasoning"])]
+        elif delta.get("content") or (log_probs and self._kind in ("", "message")):
+            events.append(self._open("message"))
             self._log_probs += log_probs
             events.append(self._delta(encode(delta.get("content") or ""), encode(log_probs)))
-        calls, reason = delta.get("tool_calls") or [], choice.get("finish_reason")
-        if calls:
-            events.append(self._close_message())
-        if reason is not None:
+        for call in delta.get("tool_calls") or ():
+            function = call["function"]
+            if "id" in call:
+                events += [self._close(), self._open("function_call", call["id"], function["name"])]
+            if function["arguments"]:
+                events.append(self._text_of("function_call_arguments", function["arguments"]))
+        if (reason := choice.get("finish_reason")) is not None:
             self._versions = choice.get("lora_versions", [])
-            self._status = CUT.get(reason, COMPLETED)
-        # Calls come whole, with the reason. The last one may be truncated.
-        events += [self._whole_call(call, COMPLETED) for call in calls[:-1]]
-        events += [self._whole_call(call, self._item_status) for call in calls[-1:]]
-        if reason is not None:
-            if not self._output:
-                events.append(self._open_message())  # without text, if there was none
-            events.append(self._close_message())
+            self._status = CUT.get(reason, COMPLETED)  # of the last item, too
+            if not (self._output or self._kind):
+                events.append(self._open("message"))  # without text, as there was none
+            events.append(self._close())
         return "".join(events)
 
-    def _open_message(self) -> str:
-        if self._message_id:
+    def _open(self, kind: str, call_id: str = "", name: str = "") -> str:
+        """Begin an item, unless one of its kind is being written. call_id, name: of a call."""
+        if self._kind == kind:
             return ""
-        self._message_id = _new_id("msg")
-        item = {**_message(self._message_id, RUNNING, "", []), "content": []}
-        added = self._make("response.output_item.added", output_index=self._at, item=item)
-        return added + self._make("response.content_part.added", **self._where, part=_part("", []))
+        closed = self._close()
+        self._kind = kind
+        if kind == "function_call":
+            self._item = _call(call_id, name, "", RUNNING)
+        elif kind == "reasoning":
+            self._item = {**_reasoning(_new_id("rs"), RUNNING, ""), "content": []}
+        else:
+            self._item = {**_message(_new_id("msg"), RUNNING, "", []), "content": []}
+        added = closed + self._make("response.output_item.added", output_index=self._at, item=self._item)
+        if kind == "function_call":
+            return added
+        part = _thought("") if kind == "reasoning" else _part("", [])
+        return added + self._make("response.content_part.added", **self._where, part=part)
+
+    def _text_of(self, event: str, text: str) -> str:
+        """A delta of reasoning, or of a call's arguments."""
+        self._text.append(encode(text))
+        return self._make(f"response.{event}.delta", **self._where, delta=text)
 
     def _delta(self, text: str, log_probs: str) -> str:
         """text, log_probs: as JSON. Nearly all events are of this kind."""
@@ -413,39 +452,37 @@ class ResponsesAnswer(TranslatedChat):
         self._number += 1
         return (
             'event: response.output_text.delta\ndata: {"type":"response.output_text.delta",'
-            f'"sequence_number":{self._number - 1},"item_id":"{self._message_id}","output_index":{self._at},'
+            f'"sequence_number":{self._number - 1},"item_id":"{self._item["id"]}","output_index":{self._at},'
             f'"content_index":0,"delta":{text},"logprobs":{log_probs}}}\n\n'
         )
 
-    def _close_message(self) -> str:
-        if not self._message_id:
+    def _close(self) -> str:
+        """End the item that is being written."""
+        if not self._kind:
             return ""
         text = json.loads('"' + "".join(piece[1:-1] for piece in self._text) + '"')
-        item = _message(self._message_id, self._item_status, text, self._log_probs)
-        shown = {"text": text, "logprobs": self._log_probs}
-        events = [
-            self._make("response.output_text.done", **self._where, **shown),
-            self._make("response.content_part.done", **self._where, part=_part(text, self._log_probs)),
-            self._make("response.output_item.done", output_index=self._at, item=item),
-        ]
+        kind, item_id, status = self._kind, self._item["id"], self._item_status
+        if kind == "function_call":
+            item = self._item | {"arguments": text, "status": status}
+            told = {"name": item["name"], "arguments": text}
+            events = [self._make("response.function_call_arguments.done", **self._where, **told)]
+        elif kind == "reasoning":
+            item = _reasoning(item_id, status, text)
+            events = [
+                self._make("response.reasoning_text.done", **self._where, text=text),
+                self._make("response.content_part.done", **self._where, part=_thought(text)),
+            ]
+        else:
+            item = _message(item_id, status, text, self._log_probs)
+            shown = {"text": text, "logprobs": self._log_probs}
+            events = [
+                self._make("response.output_text.done", **self._where, **shown),
+                self._make("response.content_part.done", **self._where, part=_part(text, self._log_probs)),
+            ]
+        events.append(self._make("response.output_item.done", output_index=self._at, item=item))
         self._add(item)
-        self._message_id = ""
+        self._kind, self._text, self._log_probs = "", [], []
         return "".join(events)
-
-    def _whole_call(self, given: dict[str, Any], status: str) -> str:
-        """given: from a chat's delta."""
-        name, arguments = given["function"]["name"], given["function"]["arguments"]
-        item = _call(given["id"], name, "", RUNNING)
-        where = {"item_id": item["id"], "output_index": self._at}
-        events = self._make("response.output_item.added", output_index=self._at, item=item)
-        if arguments:
-            events += self._make("response.function_call_arguments.delta", **where, delta=arguments)
-        item |= {"arguments": arguments, "status": status}
-        told = {"name": name, "arguments": arguments}
-        events += self._make("response.function_call_arguments.done", **where, **told)
-        events += self._make("response.output_item.done", output_index=self._at, item=item)
-        self._add(item)
-        return events
 
     def _add(self, item: dict[str, Any]) -> None:
         """Append a complete item."""
@@ -465,7 +502,8 @@ class ResponsesAnswer(TranslatedChat):
 
     @property
     def _where(self) -> dict[str, Any]:
-        return {"item_id": self._message_id, "output_index": self._at, "content_index": 0}
+        where = {"item_id": self._item["id"], "output_index": self._at}
+        return where if self._kind == "function_call" else {**where, "content_index": 0}
 
     def _make(self, kind: str, **fields: Any) -> str:
         """A server-sent event."""
@@ -524,6 +562,15 @@ def _message(item_id: str, status: str, text: str, log_probs: list[dict[str, Any
     return {"type": "message", "id": item_id, "status": status, "role": "assistant", "content": content}
 
 
+def _reasoning(item_id: str, status: str, text: str) -> dict[str, Any]:
+    item = {"type": "reasoning", "id": item_id, "status": status, "summary": []}
+    return {**item, "content": [_thought(text)]}
+
+
+def _thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
 def _part(text: str, log_probs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": log_probs}
 
@@ -549,6 +596,6 @@ def _usage_of(chat: dict[str, Any]) -> dict[str, Any]:
         "input_tokens": chat["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": chat["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": chat.get("completion_tokens_details", {"reasoning_tokens": 0}),
         "total_tokens": chat["total_tokens"],
     }

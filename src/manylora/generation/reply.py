@@ -1,0 +1,596 @@
+"""ReplyReader: splits an output into reasoning, content and tool calls while it grows."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Generator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from manylora.generation.generation import overlap
+from manylora.generation.reply_formats import SECTIONS, TOOL_MARKS, Thinking
+
+Steps = Generator[None, None, Any]  # yields where it needs more text
+Found = Generator[None, None, str]
+
+# A call until its arguments. Llama and Cohere say parameters, and Cohere tool_name.
+FIELD = r'(?:"(?:id|type|tool_call_id)"\s*:\s*"[^"\\]*"\s*,\s*)*'
+CALL = re.compile(
+    rf'\{{\s*{FIELD}"(?:tool_)?name"\s*:\s*"([^"\\]*)"\s*,\s*{FIELD}"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+)
+NAME_ONLY = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*(?:,\s*"(?:arguments|parameters)"\s*:\s*)?')
+WORD = re.compile(r"[\w.-]+")
+SPECIAL = re.compile(r'(\\.|["{}\[\],:])', re.DOTALL)
+QUOTED = r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\''
+DELIMITER = '<|"|>'  # of Gemma 4's texts
+# Parts of arguments as Python or Gemma 4 write them, and what JSON writes in another way.
+PART = re.compile(rf'<\|"\|>.*?<\|"\|>|{QUOTED}|[^"\'<,()\[\]{{}}]+|<(?!\|"\|>)|[,()\[\]{{}}]', re.DOTALL)
+LITERAL = re.compile(
+    rf'<\|"\|>(.*?)<\|"\|>|({QUOTED})|([A-Za-z_]\w*)(?=\s*:)|\b(True|False|None)\b', re.DOTALL
+)
+HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs, which UTF-8 does not have
+JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a reply. name: of a call that begins; its arguments follow. call: its number, from 0."""
+
+    kind: Literal["reasoning", "content", "name", "arguments"]
+    text: str
+    call: int = -1
+
+
+@dataclass(frozen=True)
+class ReplyFormat:
+    """How outputs of one request are read. opened: the prompt ends where the model thinks. tools: the schemas
+    of arguments by the names of tools. marks: texts that begin calls. named: the output is the arguments of
+    this tool. only_calls: it has no content. parallel: False: only the first call counts. hidden: reasoning
+    is left out.
+    """
+
+    thinking: Thinking | None = None
+    opened: bool = False
+    tools: Mapping[str, Any] = field(default_factory=dict)
+    marks: tuple[str, ...] = ()
+    named: str | None = None
+    only_calls: bool = False
+    parallel: bool = True
+    hidden: bool = False
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Texts that must be visible in the output, even if they are special tokens."""
+        inner = [one for mark in self.marks for one in (mark, TOOL_MARKS[mark], *SECTIONS.get(mark, ()))]
+        inner += ["[ARGS]", "[CALL_ID]"] * ("[TOOL_CALLS]" in self.marks)
+        inner += [DELIMITER] * ("<|tool_call>" in self.marks)
+        thinking = self.thinking
+        return (*inner, *((*thinking.starts, *thinking.ends, *thinking.inner) if thinking else ()))
+
+
+class _MalformedError(Exception):
+    """What began as a call is none."""
+
+
+class _EndedError(Exception):
+    """The output ended within something."""
+
+
+class ReplyReader:
+    """Of one output. A text that begins like a call is withheld until it is known to be one; if it is none,
+    it is content. num_reasoning: characters of the output up to the end of the reasoning. num_calls: so far.
+    """
+
+    def __init__(self, form: ReplyFormat) -> None:
+        self._form = form
+        self._text = ""  # not yet read
+        self._final = self._cut = False
+        self._pieces: list[Piece] = []
+        self._num_read = self.num_reasoning = self.num_calls = 0
+        # Of the call that is read: its text so far, the first of its pieces, and the calls before it.
+        self._raw: list[str] = []
+        self._first: int | None = 0  # None: some were returned, so that it cannot be content any more
+        self._before = 0
+        self._has_arguments = False
+        self._steps = self._reply()
+        next(self._steps)
+
+    def add(self, text: str, final: bool = False, cut: bool = False) -> list[Piece]:
+        """What is new. final: no more text follows. cut: because the token limit was reached: an incomplete
+        last call is then returned as far as it goes.
+        """
+        self._text += text
+        self._final, self._cut = final, cut
+        next(self._steps, None)
+        pieces, self._pieces = self._pieces, []
+        if self._first is not None:
+            self._first = None if len(pieces) > self._first else 0
+        return pieces
+
+    def _reply(self) -> Steps:
+        yield
+        with suppress(_EndedError):
+            if self._form.thinking is not None and self._form.thinking.inner:
+                yield from self._channels(self._form.thinking.ends)
+            else:
+                thought = yield from self._think()
+                yield from self._answer(thought)
+
+    def _think(self) -> Steps:
+        """Returns whether there was any reasoning."""
+        form = self._form.thinking
+        if form is None:
+            return False
+        found = yield from self._optional(*form.starts)
+        if found is None and not self._form.opened:
+            return False
+        if form.label:
+            yield from self._optional(form.label)
+        yield from self._pass("reasoning", form.ends)
+        return True
+
+    def _channels(self, ends: tuple[str, ...]) -> Steps:
+        """gpt-oss: messages, each with a header that says what it is."""
+        while (found := (yield from self._optional("<|start|>", "<|channel|>", *ends))) is not None:
+            if found in ends:
+                continue
+            head, _ = yield from self._until("<|message|>")
+            to = re.search(r"to=(?:functions\.)?([\w.-]+)", head)
+            if to is not None and (yield from self._try(self._json_named(to[1], *ends))):
+                continue
+            if "final" in head and self._form.only_calls:
+                yield from self._answer(True)
+            yield from self._pass("reasoning" if "analysis" in head else "content", ends)
+        yield from self._answer(False)
+
+    def _pass(self, kind: Literal["reasoning", "content"], ends: tuple[str, ...]) -> Steps:
+        """A text up to the first of these ends, without the white space around it."""
+        while not self._text.strip() and not self._final:
+            yield
+        self._take(len(self._text) - len(self._text.lstrip()))
+        while True:
+            at, end = self._find(ends)
+            if not end:
+                at = len(self._text) if self._final else self._safe(ends)
+            text = self._take(at)
+            self._emit(kind, text.rstrip() if end or self._final else text)
+            self._take(len(end))
+            if kind == "reasoning":
+                self.num_reasoning = self._num_read
+            if end:
+                return
+            if self._final:
+                raise _EndedError
+            yield
+
+    def _answer(self, stripped: bool) -> Steps:
+        """Content and calls. stripped: without the white space at the start."""
+        form = self._form
+        while stripped and not self._text.strip() and not self._final:
+            yield
+        if stripped:
+            self._take(len(self._text) - len(self._text.lstrip()))
+        if form.named is not None:
+            self._call(form.named)
+            while True:
+                self._arguments(self._take(len(self._text)))
+                yield from self._more()
+        may_be_bare = bool(form.tools)
+        while True:
+            mark = yield from self._content(may_be_bare)
+            yield from self._try(self._calls(mark), mark)
+            may_be_bare = False
+
+    def _content(self, may_be_bare: bool) -> Found:
+        """Content before a call. Returns the call's mark; empty: JSON or Python without one."""
+        marks = self._form.marks
+        while True:
+            start = self._text.lstrip()[:1] if may_be_bare else ""
+            if start in ("{", "["):
+                return ""
+            at, mark = self._find(marks)
+            before = self._text[:at].rstrip() if mark else self._text
+            if mark:
+                self._emit("content", self._take(len(before)))
+                return mark
+            if self._final:
+                blank = self.num_calls and not before.strip()
+                self._emit("content", "" if blank else before)
+                self._take(len(before))
+                raise _EndedError
+            if start or not may_be_bare:
+                may_be_bare = False
+                self._emit("content", self._take(self._safe(marks) if marks else len(before)))
+            yield
+
+    def _try(self, calls: Steps, mark: str = "") -> Steps:
+        """Read calls. Returns whether they are any: otherwise the mark is content, and the text after it is
+        still to be read.
+        """
+        self._begin()
+        try:
+            yield from calls
+            return True
+        except _MalformedError:
+            if self._first is not None:
+                self._give_back()
+                blank = len(self._text) - len(self._text.lstrip())
+                if mark and self._text.startswith(mark, blank):
+                    self._emit("content", self._take(blank + len(mark)))
+            return False
+        except _EndedError:
+            known = self.num_calls > self._before
+            keeps = self._cut or self._form.only_calls
+            if self._first is not None and not (keeps and known):
+                pieces = self._pieces[self._first :]
+                self._give_back()
+                if not (keeps and self._is_unfinished(mark)):
+                    rest = self._take(len(self._text))
+                    self._emit("content", rest if rest.strip() or pieces else "")
+            raise
+        finally:
+            self._first = 0
+
+    def _is_unfinished(self, mark: str) -> bool:
+        """Whether the rest of the output is the beginning of a call. Its name is returned if it is known."""
+        text = self._text.lstrip().removeprefix(mark)
+        found = NAME_ONLY.fullmatch(text)
+        if found is not None and found[1] in self._form.tools:
+            self._call(found[1])
+            return True
+        bare = "".join(text.split()).lstrip("[,")
+        return bool(mark or self._before) or any(
+            f'{{"name":"{name}"'.startswith(bare) for name in self._form.tools
+        )
+
+    def _begin(self) -> None:
+        """A call may begin here, and what came before is settled."""
+        self._raw, self._first, self._before = [], len(self._pieces), self.num_calls
+
+    def _give_back(self) -> None:
+        raw = "".join(self._raw)
+        del self._pieces[self._first :]
+        self._text, self._num_read, self.num_calls = raw + self._text, self._num_read - len(raw), self._before
+
+    # Formats of calls
+
+    def _calls(self, mark: str) -> Steps:
+        """Calls after a mark, and its end."""
+        yield from self._space()
+        self._take(len(mark))
+        end = TOOL_MARKS[mark] if mark else ""
+        if mark in SECTIONS:
+            return (yield from self._sections(end, *SECTIONS[mark]))
+        if mark == "<function=":
+            return (yield from self._tagged())
+        yield from self._space()
+        if mark == "[TOOL_CALLS]" and self._text[0] not in "[{":
+            name, found = yield from self._until("[ARGS]", "{")
+            self._text = "{" * (found == "{") + self._text
+            return (yield from self._json_named(name.partition("[CALL_ID]")[0]))
+        closing = "]" if self._text[0] == "[" else ""
+        self._take(len(closing))
+        while True:
+            yield from self._space()
+            if closing and self._text[0] == closing:
+                self._take(1)
+                after: str | None = closing
+                break
+            yield from self._one(end)
+            self._begin()
+            after = yield from self._optional(*filter(None, (",", ";", closing, end)))
+            if after in (closing, end) or (after is None and not (end and self._text.strip())):
+                break
+        if after == closing:
+            yield from self._optional(*filter(None, (end,)))
+
+    def _one(self, end: str) -> Steps:
+        if self._text[0] == "{":
+            return (yield from self._json_call())
+        if self._text[0] == "<":
+            if (yield from self._optional("<function=")) is None:
+                raise _MalformedError
+            return (yield from self._tagged())
+        yield from self._optional("call:")
+        yield from self._space()
+        while (word := WORD.match(self._text)) is not None and word.end() == len(self._text):
+            yield from self._more()
+        if word is None:
+            raise _MalformedError
+        name = self._take(word.end())
+        found = yield from self._optional(*filter(None, ("(", "{", "<arg_key>", end)))
+        if found is None:
+            raise _MalformedError
+        self._call(name)
+        if found in ("(", "{"):
+            return (yield from self._pairs("=" if found == "(" else ":", ")" if found == "(" else "}"))
+        while found == "<arg_key>":  # GLM
+            key, _ = yield from self._until("</arg_key>")
+            yield from self._until("<arg_value>")
+            yield from self._value(name, key.strip(), "</arg_value>")
+            found = yield from self._optional("<arg_key>")
+        self._close()
+
+    def _json_call(self) -> Steps:
+        scan, at = _Nesting(), 0
+        while (call := CALL.match(self._text)) is None:
+            at += scan.feed(self._text[at:])[0]
+            if scan.done:  # with other fields, or in another order
+                found = _loaded(self._take(at))
+                if isinstance(found.get("function"), dict):
+                    found = found["function"]
+                name = found.get("name", found.get("tool_name"))
+                given = found.get("arguments", found.get("parameters"))
+                given = _loaded(given) if isinstance(given, str) else given
+                if not isinstance(given, dict):
+                    raise _MalformedError
+                self._call(name)
+                self._arguments(_dumped(given))
+                return
+            yield from self._more()
+        self._call(call[1])
+        self._take(call.end())
+        yield from self._json_arguments()
+        rest = _Nesting(depth=1)
+        while not rest.done:
+            self._take(rest.feed(self._text)[0])
+            if not rest.done:
+                yield from self._more()
+
+    def _json_named(self, name: str, *ends: str) -> Steps:
+        """The arguments of a call whose name comes before them."""
+        self._call(name.strip())
+        yield from self._json_arguments()
+        self._begin()
+        if ends:
+            yield from self._optional(*ends)
+
+    def _json_arguments(self) -> Steps:
+        yield from self._space()
+        if self._text[0] != "{":
+            raise _MalformedError
+        scan, whole = _Nesting(), []
+        while not scan.done:
+            count, shown = scan.feed(self._text)
+            whole.append(self._take(count))
+            self._arguments(shown)
+            if not scan.done:
+                yield from self._more()
+        if self._first is not None:  # otherwise it was returned as it is
+            _loaded("".join(whole))
+
+    def _sections(self, end: str, begin: str, separator: str, call_end: str) -> Steps:
+        """DeepSeek, Kimi: a call has its name, a separator, and JSON that may be in a block of Markdown."""
+        while (yield from self._until(begin, end))[1] == begin:
+            head, _ = yield from self._until(separator)
+            if head.strip() == "function":
+                head, _ = yield from self._until("\n")
+            self._call(re.sub(r"^functions\.|:\d+$", "", head.strip()))
+            yield from self._optional("```json")
+            yield from self._json_arguments()
+            yield from self._until(call_end)
+            self._begin()
+
+    def _tagged(self) -> Steps:
+        """Qwen3-Coder, and with JSON Llama 3.1: a name, then a tag for each argument."""
+        name = (yield from self._until(">"))[0].strip()
+        self._call(name)
+        yield from self._space()
+        if self._text[0] == "{":
+            yield from self._json_arguments()
+            yield from self._optional("</function>")
+            return
+        while (yield from self._until("<parameter=", "</function>"))[1] == "<parameter=":
+            key, _ = yield from self._until(">")
+            yield from self._value(name, key.strip(), "</parameter>")
+        self._close()
+
+    def _value(self, name: str, key: str, end: str) -> Steps:
+        """The text of one argument. What the schema calls a string is returned while it grows."""
+        if not _is_string(self._form.tools[name], key):
+            text, _ = yield from self._until(end)
+            self._argument(key, text.strip())
+            return
+        self._arguments(f'{self._separator()}{_dumped(key)}: "')
+        while not self._text:
+            yield from self._more()
+        self._take(int(self._text[0] == "\n"))  # a line break at either end belongs to the tags
+        while True:
+            at = self._text.find(end)
+            whole = at >= 0
+            at = at if whole else len(self._text) - overlap(self._text, end)
+            line = int(at > 0 and self._text[at - 1] == "\n")
+            self._arguments(_dumped(self._take(at - line))[1:-1])
+            if whole:
+                self._take(line + len(end))
+                self._arguments('"')
+                return
+            yield from self._more()
+
+    def _pairs(self, separator: str, closing: str) -> Steps:
+        """Arguments as Python's keywords, or as Gemma 4 writes them."""
+        at = depth = 0
+        while True:
+            rest = self._text[at : at + len(DELIMITER)]
+            part = None if DELIMITER.startswith(rest) and rest != DELIMITER else PART.match(self._text, at)
+            if part is None:
+                yield from self._more()
+                continue
+            at = part.end()
+            if depth == 0 and part[0] in (",", closing):
+                item = self._take(at)[:-1].strip()
+                at = 0
+                key, found, value = item.partition(separator)
+                if item and not found:
+                    raise _MalformedError
+                if item:
+                    self._argument(key.strip().removeprefix(DELIMITER).removesuffix(DELIMITER), value.strip())
+                if part[0] == closing:
+                    return self._close()
+            elif part[0] in ("(", "[", "{", ")", "]", "}"):
+                depth += 1 if part[0] in "([{" else -1
+
+    # What is emitted
+
+    def _emit(self, kind: Literal["reasoning", "content", "name", "arguments"], text: str) -> None:
+        if (kind == "content" and self._form.only_calls) or (kind == "reasoning" and self._form.hidden):
+            return
+        call = self.num_calls - 1 if kind in ("name", "arguments") else -1
+        if call > 0 and not self._form.parallel:
+            return
+        last = self._pieces[-1] if len(self._pieces) > (self._first or 0) else None
+        if last is not None and kind == last.kind != "name" and call == last.call:
+            self._pieces[-1] = Piece(kind, last.text + text, call)
+        elif text:
+            self._pieces.append(Piece(kind, text, call))
+
+    def _call(self, name: Any) -> None:
+        if not isinstance(name, str) or name not in self._form.tools:
+            raise _MalformedError
+        self.num_calls += 1
+        self._has_arguments = False
+        self._emit("name", name)
+
+    def _arguments(self, text: str) -> None:
+        self._emit("arguments", text)
+
+    def _argument(self, key: str, text: str) -> None:
+        """An argument whose text is JSON or Python, or else means itself."""
+        self._arguments(f"{self._separator()}{_dumped(key)}: {_literal(text)}")
+
+    def _separator(self) -> str:
+        first, self._has_arguments = not self._has_arguments, True
+        return "{" if first else ", "
+
+    def _close(self) -> None:
+        self._arguments("}" if self._has_arguments else "{}")
+
+    # How text is read
+
+    def _take(self, count: int) -> str:
+        text, self._text = self._text[:count], self._text[count:]
+        self._raw.append(text)
+        self._num_read += len(text)
+        return text
+
+    def _more(self) -> Steps:
+        if self._final:
+            raise _EndedError
+        yield
+
+    def _space(self) -> Steps:
+        """Skip white space, up to a character."""
+        while not self._text.lstrip():
+            yield from self._more()
+        self._take(len(self._text) - len(self._text.lstrip()))
+
+    def _find(self, marks: tuple[str, ...]) -> tuple[int, str]:
+        """Where the first of them is, and which; -1 and empty if none is there."""
+        found = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
+        return min(found, default=(-1, ""))
+
+    def _safe(self, marks: tuple[str, ...]) -> int:
+        """How many characters cannot belong to a mark, or be white space before one."""
+        begun = max((overlap(self._text, mark) for mark in marks), default=0)
+        return len(self._text[: len(self._text) - begun].rstrip())
+
+    def _until(self, *marks: str) -> Generator[None, None, tuple[str, str]]:
+        """The text before the first of these marks, and which it was."""
+        while not (found := self._find(marks))[1]:
+            yield from self._more()
+        text = self._take(found[0])
+        self._take(len(found[1]))
+        return text, found[1]
+
+    def _optional(self, *words: str) -> Generator[None, None, str | None]:
+        """Skip white space and one of these words, if it follows. Returns it."""
+        while True:
+            text = self._text.lstrip()
+            word = next((one for one in words if text.startswith(one)), None)
+            if word is not None:
+                self._take(len(self._text) - len(text) + len(word))
+                return word
+            if self._final or not any(one.startswith(text) for one in words):
+                return None
+            yield
+
+
+class _Nesting:
+    """Finds the end of a JSON value that begins with a bracket."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth, self._quoted, self.done = depth, False, False
+
+    def feed(self, text: str) -> tuple[int, str]:
+        """How many characters belong to it, and the same in the spacing of `json.dumps`."""
+        if (len(text) - len(text.rstrip("\\"))) % 2:  # half of an escape
+            text = text[:-1]
+        shown, count = [], 0
+        for piece in SPECIAL.split(text):
+            count += len(piece)
+            if piece == '"':
+                self._quoted = not self._quoted
+            elif piece and not self._quoted:
+                self._depth += (piece in "{[") - (piece in "}]")
+                self.done = self._depth == 0
+                piece = "".join(piece.split())
+                piece = f"{piece} " if piece in (",", ":") else piece
+            shown.append(piece)
+            if self.done:
+                break
+        return count, "".join(shown)
+
+
+def _not_json(text: str) -> Any:
+    raise ValueError(text)
+
+
+def _loaded(text: str) -> dict[str, Any]:
+    """Raises _MalformedError."""
+    try:
+        found = json.loads(text, parse_constant=_not_json)
+        _dumped(found)
+    except (ValueError, RecursionError):
+        raise _MalformedError from None
+    if not isinstance(found, dict):
+        raise _MalformedError
+    return found
+
+
+def _is_string(parameters: Any, key: str) -> bool:
+    """Whether a schema of arguments says that this one is a text."""
+    fields = parameters.get("properties") if isinstance(parameters, dict) else None
+    schema = fields.get(key) if isinstance(fields, dict) else None
+    if not isinstance(schema, dict):
+        return False
+    options = schema.get("enum")
+    return schema.get("type") == "string" or (
+        "type" not in schema and isinstance(options, list) and all(isinstance(one, str) for one in options)
+    )
+
+
+def _dumped(value: Any) -> str:
+    """JSON that is valid UTF-8. Raises ValueError for infinite numbers."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(value) if HALVES.search(text) else text
+
+
+def _literal(text: str) -> str:
+    """JSON of a value in JSON, Python or Gemma 4's form; any other text means itself."""
+
+    def in_json(found: re.Match[str]) -> str:
+        if found[2] is not None and found[2].startswith("'"):
+            with suppress(ValueError, SyntaxError):
+                return json.dumps(ast.literal_eval(found[2]))
+        if found[1] is not None:
+            return json.dumps(found[1])
+        return f'"{found[3]}"' if found[3] else JSON_WORDS.get(found[0], found[0])
+
+    with suppress(ValueError, RecursionError):
+        return _dumped(json.loads(text, parse_constant=_not_json))
+    with suppress(ValueError, RecursionError):
+        return _dumped(json.loads(LITERAL.sub(in_json, text), parse_constant=_not_json))
+    return _dumped(text)

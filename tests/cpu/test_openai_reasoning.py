@@ -86,6 +86,8 @@ def test_calls_of_each_format_are_the_same_however_they_are_split(parser: str) -
     text = f"<think>\nA </thin b\n</think>\n\n{CALLS[parser]}"
     check_splits(form_of(parser), text, ("A </thin b", "", [WEATHER, CLOCK]))
     assert read(form_of(parser, parallel=False), text)[2] == [WEATHER]
+    early = [piece.text for piece in ReplyReader(form_of(parser)).add(text[: text.index("Rome") + 5])]
+    assert early[1] == "weather" and ("Rom" in early[-1] or parser in ("pythonic", "lfm2", "olmo3", "gemma4"))
     if parser != "pythonic":
         check_splits(form_of(parser), f"Let me see.\n{CALLS[parser]}", ("", "Let me see.", [WEATHER, CLOCK]))
 
@@ -121,7 +123,7 @@ def test_channels_of_gpt_oss() -> None:
 def test_the_template_says_how_a_model_thinks() -> None:
     assert thinking_of("auto", "{{ m }}<think>") is None
     assert thinking_of("auto", "{% if x %}</think>{% endif %}") is THINK
-    assert thinking_of("auto", "<|channel|>analysis<|message|>") is HARMONY
+    assert thinking_of("auto", "<|channel|>final<|message|>{{ m }}<|end|>") is HARMONY
     assert marks_of("auto", "a <function=x> b <tool_call>") == ("<tool_call>", "<function=")
 
 
@@ -194,9 +196,9 @@ def test_reasoning_is_not_content(recited: tuple[Running, dict[str, Any]], opene
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     assert "".join(delta.content or "" for delta in deltas) == "It rains."
     thoughts = [delta.reasoning_content for delta in deltas if hasattr(delta, "reasoning_content")]
-    assert "".join(thoughts) == "It may rain." and len(thoughts) > 5
+    assert "".join(thoughts) == "It may rain."
     assert chunks[-1].usage == whole.usage
-    assert whole.usage.completion_tokens_details.reasoning_tokens == 16 - opened  # with both marks
+    assert whole.usage.completion_tokens_details.reasoning_tokens == 14 - opened  # with its start
     body["extra_body"]["include_reasoning"] = False
     assert create(**body).choices[0].message.model_dump(exclude_unset=True).keys() == {
         "role",
@@ -228,7 +230,7 @@ def test_calls_follow_reasoning_and_are_streamed(recited: tuple[Running, dict[st
     with server.client().chat.completions.stream(**body) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion().choices[0]
-    assert kinds.count("tool_calls.function.arguments.delta") > 10 and final.finish_reason == "tool_calls"
+    assert "tool_calls.function.arguments.delta" in kinds and final.finish_reason == "tool_calls"
     assert [one.function.arguments for one in final.message.tool_calls] == [WEATHER[1], CLOCK[1]]
     echo = [*asked["call"], whole.message.model_dump(exclude_unset=True)]
     assert server.post("/v1/chat/completions", model="demo", messages=echo, max_tokens=1).status_code == 200
@@ -293,7 +295,7 @@ def test_the_other_apis_show_reasoning_in_their_own_form(recited: tuple[Running,
         assert [one.type for one in answer.output] == ["reasoning", "message", *["function_call"] * 2]
         assert answer.output[0].content[0].text == "It may rain." and answer.output_text == "Look."
         assert answer.output[2].arguments == WEATHER[1]
-        assert answer.usage.output_tokens_details.reasoning_tokens == 16
+        assert answer.usage.output_tokens_details.reasoning_tokens == 14
     asks["input"] = [*asked["call"], *whole.model_dump(exclude_none=True)["output"]]
     assert server.post("/v1/responses", **asks, max_output_tokens=1).status_code == 200
 

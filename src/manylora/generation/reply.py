@@ -13,15 +13,15 @@ from typing import Any, Literal
 from manylora.generation.generation import overlap
 from manylora.generation.reply_formats import SECTIONS, TOOL_MARKS, Thinking
 
+Kind = Literal["reasoning", "content", "name", "arguments"]
 Steps = Generator[None, None, Any]  # yields where it needs more text
-Found = Generator[None, None, str]
 
 # A call until its arguments. Llama and Cohere say parameters, and Cohere tool_name.
 FIELD = r'(?:"(?:id|type|tool_call_id)"\s*:\s*"[^"\\]*"\s*,\s*)*'
 CALL = re.compile(
     rf'\{{\s*{FIELD}"(?:tool_)?name"\s*:\s*"([^"\\]*)"\s*,\s*{FIELD}"(?:arguments|parameters)"\s*:\s*(?=\{{)'
 )
-NAME_ONLY = re.compile(r'\s*\[?\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*(?:,\s*"(?:arguments|parameters)"\s*:\s*)?')
+NAME_ONLY = re.compile(r'\[?\{"name":"([^"\\]*)"(?:,"(?:arguments|parameters)":)?')
 WORD = re.compile(r"[\w.-]+")
 SPECIAL = re.compile(r'(\\.|["{}\[\],:])', re.DOTALL)
 QUOTED = r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\''
@@ -39,7 +39,7 @@ JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 class Piece:
     """A part of a reply. name: of a call that begins; its arguments follow. call: its number, from 0."""
 
-    kind: Literal["reasoning", "content", "name", "arguments"]
+    kind: Kind
     text: str
     call: int = -1
 
@@ -94,7 +94,7 @@ class ReplyReader:
         self._raw: list[str] = []
         self._first: int | None = 0  # None: some were returned, so that it cannot be content any more
         self._before = 0
-        self._has_arguments = False
+        self._opening = "{"  # of the next argument
         self._steps = self._reply()
         next(self._steps)
 
@@ -112,25 +112,20 @@ class ReplyReader:
 
     def _reply(self) -> Steps:
         yield
+        thinking = self._form.thinking
         with suppress(_EndedError):
-            if self._form.thinking is not None and self._form.thinking.inner:
-                yield from self._channels(self._form.thinking.ends)
-            else:
-                thought = yield from self._think()
-                yield from self._answer(thought)
-
-    def _think(self) -> Steps:
-        """Returns whether there was any reasoning."""
-        form = self._form.thinking
-        if form is None:
-            return False
-        found = yield from self._optional(*form.starts)
-        if found is None and not self._form.opened:
-            return False
-        if form.label:
-            yield from self._optional(form.label)
-        yield from self._pass("reasoning", form.ends)
-        return True
+            if thinking is not None and thinking.inner:
+                yield from self._channels(thinking.ends)
+            elif thinking is not None and (
+                (yield from self._optional(*thinking.starts)) is not None or self._form.opened
+            ):
+                if thinking.label:
+                    yield from self._optional(thinking.label)
+                yield from self._space()
+                end = yield from self._pass("reasoning", thinking.ends)
+                yield from self._optional(end)
+                yield from self._space()
+            yield from self._answer()
 
     def _channels(self, ends: tuple[str, ...]) -> Steps:
         """gpt-oss: messages, each with a header that says what it is."""
@@ -139,72 +134,46 @@ class ReplyReader:
                 continue
             head, _ = yield from self._until("<|message|>")
             to = re.search(r"to=(?:functions\.)?([\w.-]+)", head)
-            if to is not None and (yield from self._try(self._json_named(to[1], *ends))):
+            if to is not None and (yield from self._try(self._json_named(to[1]))):
                 continue
+            yield from self._space()
             if "final" in head and self._form.only_calls:
-                yield from self._answer(True)
+                yield from self._answer()
             yield from self._pass("reasoning" if "analysis" in head else "content", ends)
-        yield from self._answer(False)
 
-    def _pass(self, kind: Literal["reasoning", "content"], ends: tuple[str, ...]) -> Steps:
-        """A text up to the first of these ends, without the white space around it."""
-        while not self._text.strip() and not self._final:
-            yield
-        self._take(len(self._text) - len(self._text.lstrip()))
+    def _pass(self, kind: Kind, marks: tuple[str, ...]) -> Steps:
+        """Text up to the first of these marks, and the white space before it. Returns the mark."""
         while True:
-            at, end = self._find(ends)
-            if not end:
-                at = len(self._text) if self._final else self._safe(ends)
-            text = self._take(at)
-            self._emit(kind, text.rstrip() if end or self._final else text)
-            self._take(len(end))
+            at, mark = self._find(marks)
+            text = self._text
+            if not (mark or self._final):  # what may belong to a mark, or be white space before one, waits
+                begun = max((overlap(text, one) for one in marks), default=0)
+                at = len(text) - begun
+            text = text[:at] if at >= 0 else text
+            blank = kind == "reasoning" or (self.num_calls and not text.strip())
+            text = text if self._final and not (mark or blank) else text.rstrip()
+            self._emit(kind, self._take(len(text)))
             if kind == "reasoning":
                 self.num_reasoning = self._num_read
-            if end:
-                return
-            if self._final:
-                raise _EndedError
-            yield
+            if mark:
+                return mark
+            yield from self._more()
 
-    def _answer(self, stripped: bool) -> Steps:
-        """Content and calls. stripped: without the white space at the start."""
+    def _answer(self) -> Steps:
+        """Content and calls."""
         form = self._form
-        while stripped and not self._text.strip() and not self._final:
-            yield
-        if stripped:
-            self._take(len(self._text) - len(self._text.lstrip()))
         if form.named is not None:
             self._call(form.named)
             while True:
-                self._arguments(self._take(len(self._text)))
+                self._emit("arguments", self._take(len(self._text)))
                 yield from self._more()
-        may_be_bare = bool(form.tools)
-        while True:
-            mark = yield from self._content(may_be_bare)
-            yield from self._try(self._calls(mark), mark)
-            may_be_bare = False
-
-    def _content(self, may_be_bare: bool) -> Found:
-        """Content before a call. Returns the call's mark; empty: JSON or Python without one."""
-        marks = self._form.marks
-        while True:
-            start = self._text.lstrip()[:1] if may_be_bare else ""
-            if start in ("{", "["):
-                return ""
-            at, mark = self._find(marks)
-            before = self._text[:at].rstrip() if mark else self._text
-            if mark:
-                self._emit("content", self._take(len(before)))
-                return mark
-            if self._final:
-                blank = self.num_calls and not before.strip()
-                self._emit("content", "" if blank else before)
-                self._take(len(before))
-                raise _EndedError
-            if start or not may_be_bare:
-                may_be_bare = False
-                self._emit("content", self._take(self._safe(marks) if marks else len(before)))
+        while not self._text.strip() and not self._final:
             yield
+        bare = form.tools and self._text.lstrip()[:1] in ("{", "[")  # JSON or Python without a mark
+        mark = "" if bare else (yield from self._pass("content", form.marks))
+        while True:
+            yield from self._try(self._calls(mark), mark)
+            mark = yield from self._pass("content", form.marks)
 
     def _try(self, calls: Steps, mark: str = "") -> Steps:
         """Read calls. Returns whether they are any: otherwise the mark is content, and the text after it is
@@ -222,29 +191,23 @@ class ReplyReader:
                     self._emit("content", self._take(blank + len(mark)))
             return False
         except _EndedError:
-            known = self.num_calls > self._before
             keeps = self._cut or self._form.only_calls
-            if self._first is not None and not (keeps and known):
-                pieces = self._pieces[self._first :]
+            if self._first is not None and not (keeps and self.num_calls > self._before):
                 self._give_back()
-                if not (keeps and self._is_unfinished(mark)):
-                    rest = self._take(len(self._text))
-                    self._emit("content", rest if rest.strip() or pieces else "")
+                if not (keeps and self._is_unfinished(mark)) and self._text.strip():
+                    self._emit("content", self._take(len(self._text)))
             raise
         finally:
             self._first = 0
 
     def _is_unfinished(self, mark: str) -> bool:
         """Whether the rest of the output is the beginning of a call. Its name is returned if it is known."""
-        text = self._text.lstrip().removeprefix(mark)
-        found = NAME_ONLY.fullmatch(text)
-        if found is not None and found[1] in self._form.tools:
+        text, names = "".join(self._text.split()).removeprefix(mark), self._form.tools
+        if (found := NAME_ONLY.fullmatch(text)) and found[1] in names:
             self._call(found[1])
             return True
-        bare = "".join(text.split()).lstrip("[,")
-        return bool(mark or self._before) or any(
-            f'{{"name":"{name}"'.startswith(bare) for name in self._form.tools
-        )
+        text = text.removeprefix("[")
+        return bool(mark or self._before) or any(f'{{"name":"{one}"'.startswith(text) for one in names)
 
     def _begin(self) -> None:
         """A call may begin here, and what came before is settled."""
@@ -273,35 +236,27 @@ class ReplyReader:
             return (yield from self._json_named(name.partition("[CALL_ID]")[0]))
         closing = "]" if self._text[0] == "[" else ""
         self._take(len(closing))
-        while True:
+        after: str | None = ","
+        while after not in (closing, end) and (after or (end and self._text.strip())):
             yield from self._space()
-            if closing and self._text[0] == closing:
-                self._take(1)
-                after: str | None = closing
-                break
-            yield from self._one(end)
-            self._begin()
-            after = yield from self._optional(*filter(None, (",", ";", closing, end)))
-            if after in (closing, end) or (after is None and not (end and self._text.strip())):
-                break
+            if not self._text.startswith(closing or end or "\n"):  # a list may be empty
+                yield from self._one(end)
+                self._begin()
+            after = yield from self._optional(",", ";", closing, end)
         if after == closing:
-            yield from self._optional(*filter(None, (end,)))
+            yield from self._optional(end)
 
     def _one(self, end: str) -> Steps:
         if self._text[0] == "{":
             return (yield from self._json_call())
-        if self._text[0] == "<":
-            if (yield from self._optional("<function=")) is None:
-                raise _MalformedError
+        if (yield from self._optional("<function=")) is not None:
             return (yield from self._tagged())
         yield from self._optional("call:")
         yield from self._space()
         while (word := WORD.match(self._text)) is not None and word.end() == len(self._text):
             yield from self._more()
-        if word is None:
-            raise _MalformedError
-        name = self._take(word.end())
-        found = yield from self._optional(*filter(None, ("(", "{", "<arg_key>", end)))
+        name = self._take(word.end()) if word else ""
+        found = yield from self._optional("(", "{", "<arg_key>", end)
         if found is None:
             raise _MalformedError
         self._call(name)
@@ -320,43 +275,35 @@ class ReplyReader:
             at += scan.feed(self._text[at:])[0]
             if scan.done:  # with other fields, or in another order
                 found = _loaded(self._take(at))
-                if isinstance(found.get("function"), dict):
-                    found = found["function"]
-                name = found.get("name", found.get("tool_name"))
+                found = found["function"] if isinstance(found.get("function"), dict) else found
                 given = found.get("arguments", found.get("parameters"))
-                given = _loaded(given) if isinstance(given, str) else given
-                if not isinstance(given, dict):
-                    raise _MalformedError
-                self._call(name)
-                self._arguments(_dumped(given))
+                given = json.dumps(given) if isinstance(given, dict) else given
+                self._call(found.get("name", found.get("tool_name")))
+                self._emit("arguments", _dumped(_loaded(given)))
                 return
             yield from self._more()
         self._call(call[1])
         self._take(call.end())
         yield from self._json_arguments()
-        rest = _Nesting(depth=1)
-        while not rest.done:
-            self._take(rest.feed(self._text)[0])
-            if not rest.done:
-                yield from self._more()
+        rest = _Nesting(1)
+        while not self._take(rest.feed(self._text)[0]) or not rest.done:
+            yield from self._more()
 
-    def _json_named(self, name: str, *ends: str) -> Steps:
+    def _json_named(self, name: str) -> Steps:
         """The arguments of a call whose name comes before them."""
         self._call(name.strip())
         yield from self._json_arguments()
         self._begin()
-        if ends:
-            yield from self._optional(*ends)
 
     def _json_arguments(self) -> Steps:
         yield from self._space()
         if self._text[0] != "{":
             raise _MalformedError
-        scan, whole = _Nesting(), []
+        scan, whole = _Nesting(), list[str]()
         while not scan.done:
             count, shown = scan.feed(self._text)
             whole.append(self._take(count))
-            self._arguments(shown)
+            self._emit("arguments", shown)
             if not scan.done:
                 yield from self._more()
         if self._first is not None:  # otherwise it was returned as it is
@@ -390,23 +337,24 @@ class ReplyReader:
 
     def _value(self, name: str, key: str, end: str) -> Steps:
         """The text of one argument. What the schema calls a string is returned while it grows."""
-        if not _is_string(self._form.tools[name], key):
+        try:
+            is_string = self._form.tools[name]["properties"][key]["type"] == "string"
+        except (KeyError, TypeError):
+            is_string = False
+        if not is_string:
             text, _ = yield from self._until(end)
-            self._argument(key, text.strip())
-            return
-        self._arguments(f'{self._separator()}{_dumped(key)}: "')
+            return self._argument(key, _literal(text.strip()))
+        self._argument(key, '"')
         while not self._text:
             yield from self._more()
         self._take(int(self._text[0] == "\n"))  # a line break at either end belongs to the tags
         while True:
             at = self._text.find(end)
-            whole = at >= 0
-            at = at if whole else len(self._text) - overlap(self._text, end)
-            line = int(at > 0 and self._text[at - 1] == "\n")
-            self._arguments(_dumped(self._take(at - line))[1:-1])
-            if whole:
+            stop = at if at >= 0 else len(self._text) - overlap(self._text, end)
+            line = int(stop > 0 and self._text[stop - 1] == "\n")
+            self._emit("arguments", _dumped(self._take(stop - line))[1:-1] + '"' * (at >= 0))
+            if at >= 0:
                 self._take(line + len(end))
-                self._arguments('"')
                 return
             yield from self._more()
 
@@ -421,52 +369,45 @@ class ReplyReader:
                 continue
             at = part.end()
             if depth == 0 and part[0] in (",", closing):
-                item = self._take(at)[:-1].strip()
-                at = 0
+                item, at = self._take(at)[:-1].strip(), 0
                 key, found, value = item.partition(separator)
-                if item and not found:
+                if found:
+                    key = key.strip().removeprefix(DELIMITER).removesuffix(DELIMITER)
+                    self._argument(key, _literal(value.strip()))
+                elif item:
                     raise _MalformedError
-                if item:
-                    self._argument(key.strip().removeprefix(DELIMITER).removesuffix(DELIMITER), value.strip())
                 if part[0] == closing:
                     return self._close()
-            elif part[0] in ("(", "[", "{", ")", "]", "}"):
-                depth += 1 if part[0] in "([{" else -1
+            elif len(part[0]) == 1:
+                depth += (part[0] in "([{") - (part[0] in ")]}")
 
     # What is emitted
 
-    def _emit(self, kind: Literal["reasoning", "content", "name", "arguments"], text: str) -> None:
-        if (kind == "content" and self._form.only_calls) or (kind == "reasoning" and self._form.hidden):
-            return
+    def _emit(self, kind: Kind, text: str) -> None:
         call = self.num_calls - 1 if kind in ("name", "arguments") else -1
-        if call > 0 and not self._form.parallel:
+        left_out = {"content": self._form.only_calls, "reasoning": self._form.hidden}
+        if not text or left_out.get(kind) or (call > 0 and not self._form.parallel):
             return
         last = self._pieces[-1] if len(self._pieces) > (self._first or 0) else None
         if last is not None and kind == last.kind != "name" and call == last.call:
             self._pieces[-1] = Piece(kind, last.text + text, call)
-        elif text:
+        else:
             self._pieces.append(Piece(kind, text, call))
 
     def _call(self, name: Any) -> None:
         if not isinstance(name, str) or name not in self._form.tools:
             raise _MalformedError
         self.num_calls += 1
-        self._has_arguments = False
+        self._opening = "{"
         self._emit("name", name)
 
-    def _arguments(self, text: str) -> None:
-        self._emit("arguments", text)
-
-    def _argument(self, key: str, text: str) -> None:
-        """An argument whose text is JSON or Python, or else means itself."""
-        self._arguments(f"{self._separator()}{_dumped(key)}: {_literal(text)}")
-
-    def _separator(self) -> str:
-        first, self._has_arguments = not self._has_arguments, True
-        return "{" if first else ", "
+    def _argument(self, key: str, value: str) -> None:
+        """value: JSON, or its beginning."""
+        self._emit("arguments", f"{self._opening}{_dumped(key)}: {value}")
+        self._opening = ", "
 
     def _close(self) -> None:
-        self._arguments("}" if self._has_arguments else "{}")
+        self._emit("arguments", "{}" if self._opening == "{" else "}")
 
     # How text is read
 
@@ -483,7 +424,7 @@ class ReplyReader:
 
     def _space(self) -> Steps:
         """Skip white space, up to a character."""
-        while not self._text.lstrip():
+        while not self._text.strip():
             yield from self._more()
         self._take(len(self._text) - len(self._text.lstrip()))
 
@@ -492,12 +433,7 @@ class ReplyReader:
         found = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
         return min(found, default=(-1, ""))
 
-    def _safe(self, marks: tuple[str, ...]) -> int:
-        """How many characters cannot belong to a mark, or be white space before one."""
-        begun = max((overlap(self._text, mark) for mark in marks), default=0)
-        return len(self._text[: len(self._text) - begun].rstrip())
-
-    def _until(self, *marks: str) -> Generator[None, None, tuple[str, str]]:
+    def _until(self, *marks: str) -> Steps:
         """The text before the first of these marks, and which it was."""
         while not (found := self._find(marks))[1]:
             yield from self._more()
@@ -505,15 +441,15 @@ class ReplyReader:
         self._take(len(found[1]))
         return text, found[1]
 
-    def _optional(self, *words: str) -> Generator[None, None, str | None]:
-        """Skip white space and one of these words, if it follows. Returns it."""
+    def _optional(self, *words: str) -> Steps:
+        """Skip white space and one of these words, if it follows. Returns it. Empty ones do not count."""
         while True:
             text = self._text.lstrip()
-            word = next((one for one in words if text.startswith(one)), None)
+            word = next((one for one in words if one and text.startswith(one)), None)
             if word is not None:
                 self._take(len(self._text) - len(text) + len(word))
                 return word
-            if self._final or not any(one.startswith(text) for one in words):
+            if self._final or not any(one.startswith(text) for one in words if one):
                 return None
             yield
 
@@ -544,32 +480,16 @@ class _Nesting:
         return count, "".join(shown)
 
 
-def _not_json(text: str) -> Any:
-    raise ValueError(text)
-
-
-def _loaded(text: str) -> dict[str, Any]:
+def _loaded(text: Any) -> dict[str, Any]:
     """Raises _MalformedError."""
     try:
-        found = json.loads(text, parse_constant=_not_json)
+        found = json.loads(text)
         _dumped(found)
-    except (ValueError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         raise _MalformedError from None
     if not isinstance(found, dict):
         raise _MalformedError
     return found
-
-
-def _is_string(parameters: Any, key: str) -> bool:
-    """Whether a schema of arguments says that this one is a text."""
-    fields = parameters.get("properties") if isinstance(parameters, dict) else None
-    schema = fields.get(key) if isinstance(fields, dict) else None
-    if not isinstance(schema, dict):
-        return False
-    options = schema.get("enum")
-    return schema.get("type") == "string" or (
-        "type" not in schema and isinstance(options, list) and all(isinstance(one, str) for one in options)
-    )
 
 
 def _dumped(value: Any) -> str:
@@ -590,7 +510,7 @@ def _literal(text: str) -> str:
         return f'"{found[3]}"' if found[3] else JSON_WORDS.get(found[0], found[0])
 
     with suppress(ValueError, RecursionError):
-        return _dumped(json.loads(text, parse_constant=_not_json))
+        return _dumped(json.loads(text))
     with suppress(ValueError, RecursionError):
-        return _dumped(json.loads(LITERAL.sub(in_json, text), parse_constant=_not_json))
+        return _dumped(json.loads(LITERAL.sub(in_json, text)))
     return _dumped(text)

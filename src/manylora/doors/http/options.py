@@ -26,7 +26,7 @@ from manylora.doors.http.serving.connections import HttpLimits
 from manylora.doors.python import options as llm
 from manylora.doors.python.options import engine_config
 from manylora.errors import ConfigError
-from manylora.generation.reply_formats import PARSERS, REASONING, SAME_REASONING, Parsers
+from manylora.generation.reply_formats import PARSERS, REASONING
 
 # Arguments of `LLM` that the server also has. max_queue_size means the server's own queue here, and adapters
 # are always enabled.
@@ -136,10 +136,10 @@ class ServeOptions:
     chat_template: Path | None = setting(None, "Jinja file; default: the tokenizer's template")
     reasoning_parser: str = setting(
         "auto", "how a model marks its reasoning: auto (see its chat template), none (it stays in the "
-        "content), or a name of vLLM's", choices=("auto", "none", *sorted({*REASONING, *SAME_REASONING})))
+        "content), or a name of vLLM's", choices=("auto", "none", *sorted(REASONING)))
     tool_call_parser: str = setting(
         "auto", "how a model writes tool calls: auto (see its chat template), or a name of vLLM's",
-        choices=("auto", *sorted(PARSERS)), serve="tool_call_parser tool_parser")
+        choices=("auto", *PARSERS), serve="tool_call_parser tool_parser")
     generation_config: str = setting(
         "auto", "where a request's defaults come from: auto (the model), vllm (none), or a folder with a "
         "generation_config.json")
@@ -311,10 +311,6 @@ class ServeOptions:
             given_paths=self.paths,
             lora_modules=tuple(replace(one, path=str(path)) for one, path in adapters),
         )
-
-    @property
-    def parsers(self) -> Parsers:
-        return Parsers(self.reasoning_parser, self.tool_call_parser)
 
     @property
     def folder(self) -> Path:

@@ -54,6 +54,7 @@ from manylora.doors.http.serving.protocol import BoundedHttp
 from manylora.doors.python.options import modules_to_read, parameter_names
 from manylora.errors import AdapterError, ConfigError
 from manylora.generation.defaults import model_defaults
+from manylora.generation.reply_formats import Parsers
 from manylora.generation.tokenizer import Tokenizer
 from manylora.model.checkpoint import read_model_config
 
@@ -109,16 +110,9 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
         backend = Backend(served.start(), catalog, queue, metrics.meter)
         limits = Limits(served.max_seq_len, vocab_size, max_samples=max_samples)
         fingerprint = f"fp_{options.bases[0]}"
+        names, parsers = options.bases, Parsers(options.reasoning_parser, options.tool_call_parser)
         inference = Inference(
-            backend,
-            tokenizer,
-            served.model,
-            limits,
-            options.bases,
-            fingerprint,
-            options.paths,
-            defaults,
-            options.parsers,
+            backend, tokenizer, served.model, limits, names, fingerprint, options.paths, defaults, parsers
         )
         pinning = Pinning(backend.engine.pins, catalog, inference.load)
         pinning.start()

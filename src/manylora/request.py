@@ -30,7 +30,7 @@ LEAST_DIVISOR = 1e-6  # lower temperatures count as this one: dividing logits by
 MAX_WORDS = 1024  # stop words, and bad words: each new token is compared with all
 MAX_WORD_TOKENS = 2**14  # all words of either kind together
 MAX_GUIDE_BYTES = 2**18
-GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "lark_grammar", "llguidance")
+GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "lark_grammar", "llguidance", "structural_tag")
 COUNTS = (
     "max_tokens", "end_id", "top_k", "top_p_reset_id", "prompt_ignore_length", "min_tokens",
     "num_return_sequences", "beam_width",
@@ -39,8 +39,8 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class Guide:
-    """Constrains an output to JSON, a JSON schema, a regular expression, or a grammar: EBNF, Lark,
-    llguidance.
+    """Constrains an output to JSON, a JSON schema, a regular expression, a grammar (EBNF, Lark, llguidance),
+    or parts of it by a structural tag.
     """
 
     type: str

@@ -95,7 +95,7 @@ def test_fields_that_cannot_change_an_answer_do_not(server: Running) -> None:
         ("bad_words", ["a"] * 257),
         ("cache_salt", ""),
         ("structural_tag", "{}"),
-        ("structured_outputs", {"structural_tag": "{}"}),
+        ("structured_outputs", {"structural_tag": "{}", "regex": "a"}),
         ("structured_outputs", {"regex": "a", "choice": ["b"]}),
         ("guided_json", "{"),
         ("guided_choice", []),

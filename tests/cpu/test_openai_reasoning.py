@@ -262,6 +262,54 @@ def test_guides_bind_what_follows_the_reasoning(
         assert [one["function"] for one in message["tool_calls"]] == [{"name": "clock", "arguments": "{}"}]
 
 
+def test_structural_tags_bind_parts_of_the_answer(recited: tuple[Running, dict[str, Any]]) -> None:
+    server, asked = recited
+    schema = {"type": "object", "properties": {"city": {"const": "Oslo"}}, "required": ["city"]}
+    content = {"type": "json_schema", "json_schema": schema}
+    begin, end = '<tool_call>{"name": "weather", "arguments": ', "}</tool_call>"
+    tag = {"type": "tag", "begin": f"<tool_call>\n{begin[11:]}", "content": content, "end": end}
+    older = {
+        "structures": [{"begin": tag["begin"], "schema": schema, "end": end}],
+        "triggers": ["<tool_call>"],
+    }
+    newer = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [tag], "stop_after_first": True}
+    body: Any = {"model": "demo", "messages": asked["call"], "temperature": 0, "max_tokens": 120}
+    for one in (older, {"format": newer}):
+        given = {"response_format": {"type": "structural_tag", **one}, "tools": TOOLS}
+        [choice] = server.client().chat.completions.create(**body, **given).choices
+        assert choice.message.reasoning == "It may rain." and choice.message.content.startswith("Look.")
+        assert choice.message.tool_calls[0].function.arguments == '{"city": "Oslo"}'
+    sequence = {"type": "sequence", "elements": [{"type": "const_string", "value": "A"}, tag]}
+    for tags in ({"format": sequence}, json.dumps({"format": sequence})):
+        given = {"extra_body": {"structured_outputs": {"structural_tag": tags}}}
+        [choice] = server.client().chat.completions.create(**body, **given).choices
+        assert choice.message.content == f'A{tag["begin"]}{{"city":"Oslo"}}{end}'
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "needs format, or structures and triggers"),
+        ({"triggers": ["a"]}, "needs format, or structures and triggers"),
+        ({"format": {"type": "qwen_xml_parameter"}}, "type must be one of const_string"),
+        ({"format": {"type": "any_text", "excludes": ["a"]}}, "excludes of any_text is not supported"),
+        ({"format": {"type": "const_string"}}, "value must be a text"),
+        (
+            {"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]},
+            "none of the triggers",
+        ),
+    ],
+)
+def test_structural_tags_that_cannot_be_followed_are_refused(
+    recited: tuple[Running, dict[str, Any]], given: dict[str, Any], words: str
+) -> None:
+    server, asked = recited
+    wanted = {"type": "structural_tag", **given}
+    for path, more in (("chat/completions", {"messages": asked["rain"]}), ("completions", {"prompt": "."})):
+        refused = server.post(f"/v1/{path}", model="demo", **more, response_format=wanted)
+        assert refused.status_code == 400 and words in refused.json()["error"]["message"], refused.text
+
+
 def test_the_other_apis_show_reasoning_in_their_own_form(recited: tuple[Running, dict[str, Any]]) -> None:
     server, asked = recited
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)

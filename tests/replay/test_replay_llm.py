@@ -191,7 +191,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "a prefetch folder": lambda: PeftCacheConfig(lora_prefetch_dir="a"),
     "a fraction above 1": lambda: KvCacheConfig(free_gpu_memory_fraction=1.5),
     "attention windows": lambda: KvCacheConfig(max_attention_window=[5]),
-    "a structural tag": lambda: GuidedDecodingParams(structural_tag="x"),
+    "a structural tag": lambda: GuidedDecodingParams(structural_tag=5),  # type: ignore[arg-type]
     "no guide": GuidedDecodingParams,
 }
 CALLS: dict[str, Callable[[LLM], Any]] = {

@@ -17,9 +17,9 @@ import resource
 import select
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from manylora.generation.guides import closed
+from manylora.generation.grammars import grammar_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -31,9 +31,6 @@ MAX_PARALLEL = 8
 BUSY = "it could not be tried in time, please send the request again"
 NUM_TOKENS = 8  # that a trial consumes
 MAX_LEXER_STATES = 50_000  # of about 2 KB each
-# JSON allows any white space between tokens, and small models then write nothing else. A schema's own
-# x-guidance takes precedence.
-COMPACT: Any = {"whitespace_flexible": False}
 
 
 def open_tokenizer(path: str, vocab_size: int, eos_ids: list[int]) -> LLTokenizer:
@@ -47,16 +44,12 @@ def open_tokenizer(path: str, vocab_size: int, eos_ids: list[int]) -> LLTokenize
 def make_matcher(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
     """A matcher at the start of the output. Raises errors of llguidance, or stores them (get_error)."""
     from llguidance import LLMatcher, LLParserLimits
-    from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    grammar = text  # of llguidance
-    if kind in ("json", "json_schema"):
-        schema = closed(json.loads(text)) if kind == "json_schema" else {}
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), COMPACT)
-    elif kind == "regex":
-        grammar = LLMatcher.grammar_from_regex(text)
-    elif kind != "llguidance":
-        grammar = LLMatcher.grammar_from_lark(text if kind == "lark_grammar" else gbnf_to_lark(text))
+    def token_id(text: str) -> int | None:
+        found = tokenizer.tokenize_str(text)
+        return found[0] if len(found) == 1 and tokenizer.is_special_token(found[0]) else None
+
+    grammar = grammar_of(kind, text, token_id)
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from manylora.errors import RequestError
-from manylora.generation.reply_formats import Thinking
 from manylora.request import Guide
 
 # Where a schema contains other schemas: by name, in a list, single.
@@ -94,57 +92,6 @@ def _combines(schema: Any) -> bool:
 
 def json_guide(schema: dict[str, Any]) -> Guide:
     return Guide("json_schema", json.dumps(schema))
-
-
-ANYTHING = r"(.|\n)*"
-
-
-def after_thinking(
-    guide: Guide, thinking: Thinking, opened: bool, token_id: Callable[[str], int | None]
-) -> Guide:
-    """The same, for what follows the reasoning. opened: the output begins within it. token_id: of a text that
-    is one token. Raises RequestError.
-    """
-
-    def mark(text: str) -> str:
-        found = token_id(text)
-        return json.dumps(text) if found is None else f"<[{found}]>"
-
-    def any_of(texts: Sequence[str]) -> str:
-        return f"({' | '.join(map(mark, texts))})"
-
-    tokens = any(token_id(end) is not None for end in thinking.ends)
-    pattern = f"{ANYTHING}({choice_pattern(thinking.ends)})".replace("/", r"\/")
-    rules = [f"ANY: /{ANYTHING}/", r"SPACE: /\s*/"]
-    rules.append(f"thought: ANY {any_of(thinking.ends)}" if tokens else f"thought[lazy]: /{pattern}/")
-    if thinking.inner:
-        channel, message = mark("<|channel|>"), mark("<|message|>")
-        first = f'({channel} "analysis" {message} thought {mark("<|start|>")} "assistant")?'
-        rules.append(f'start: {first} {channel} "final" {message} @answer')
-    else:
-        begun = "" if opened else f"{any_of(thinking.starts)} "
-        rules.append(f"start: {'' if opened else '('}{begun}thought SPACE{'' if opened else ')?'} @answer")
-    answer = [{**one, "name": "answer"} if i == 0 else one for i, one in enumerate(grammars_of(guide))]
-    return Guide("llguidance", json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *answer]}))
-
-
-def grammars_of(guide: Guide) -> list[dict[str, Any]]:
-    """The guide as grammars in llguidance's JSON form; the first is the start. Raises RequestError."""
-    try:
-        if guide.type == "llguidance":
-            return list(json.loads(guide.text)["grammars"])
-        if guide.type in ("json", "json_schema"):
-            schema = closed(json.loads(guide.text)) if guide.type == "json_schema" else {}
-            return [{"json_schema": {"x-guidance": {"whitespace_flexible": False}, **schema}}]
-        if guide.type == "ebnf_grammar":
-            from llguidance.gbnf_to_lark import gbnf_to_lark
-
-            return [{"lark_grammar": gbnf_to_lark(guide.text)}]
-    except Exception as error:  # the converter raises any
-        raise RequestError(f"guided_decoding_guide is not a valid {guide.type}: {error}") from None
-    if guide.type == "regex":
-        return [{"lark_grammar": "start: /" + re.sub(r"(?<!\\)/", r"\\/", guide.text) + "/"}]
-    return [{"lark_grammar": guide.text}]
 
 
 def choice_pattern(texts: Sequence[str]) -> str:

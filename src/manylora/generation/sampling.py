@@ -84,7 +84,7 @@ class GuidedDecodingParams:
     """Set exactly one field; otherwise raises ValueError. A guide that does not compile fails its request.
 
     json: a JSON schema, as text, a mapping, or a pydantic model. regex: matches the whole output. grammar:
-    EBNF in llama.cpp's notation, starting at `root`. json_object: any JSON value.
+    EBNF in llama.cpp's notation, starting at `root`. json_object: any JSON value. structural_tag: JSON.
     """
 
     json: str | Mapping[str, Any] | type | None = None
@@ -94,10 +94,9 @@ class GuidedDecodingParams:
     structural_tag: str | None = None
 
     def __post_init__(self) -> None:
-        if self.structural_tag is not None:
-            raise ValueError("GuidedDecodingParams: structural_tag is not supported; leave it out")
-        given = [name for name in ("json", "regex", "grammar") if getattr(self, name) is not None]
-        for name in ("regex", "grammar"):
+        names = ("json", "regex", "grammar", "structural_tag")
+        given = [name for name in names if getattr(self, name) is not None]
+        for name in names[1:]:
             if not isinstance(getattr(self, name), str | None):
                 raise ValueError(f"{name} must be a text, got {getattr(self, name)!r:.80}")
         given += ["json_object"] * self.json_object
@@ -114,6 +113,8 @@ class GuidedDecodingParams:
             return Guide("regex", self.regex)
         if self.grammar is not None:
             return Guide("ebnf_grammar", self.grammar)
+        if self.structural_tag is not None:
+            return Guide("structural_tag", self.structural_tag)
         schema = self.json
         if not isinstance(schema, str | Mapping):
             make = getattr(schema, "model_json_schema", None)

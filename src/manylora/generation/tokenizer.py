@@ -316,13 +316,14 @@ class Tokenizer:
             lambda i: self._is_shown(i, skip_special_tokens and i not in shown),
         )
 
-    def token_id(self, text: str) -> int | None:
-        """The id of the token with exactly this text."""
-        return self._library.token_to_id(text)
+    def mark_id(self, text: str) -> int | None:
+        """The id of the token with exactly this text, if llguidance takes it as a special one."""
+        found = self._library.token_to_id(text)
+        return found if found in self._special or text[:1] + text[-1:] == "<>" else None
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """The ids of those texts that are special tokens."""
-        return frozenset(i for text in texts if (i := self.token_id(text)) in self._special and i is not None)
+        return frozenset(self._special & {self._library.token_to_id(text) for text in texts})
 
     def chat(
         self,

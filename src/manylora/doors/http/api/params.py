@@ -20,7 +20,8 @@ from manylora.doors.http.api.tools import ToolUse, reply_format, tool_use
 from manylora.errors import RequestError
 from manylora.generation.decoding import Decoding, decoding_of
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
-from manylora.generation.guides import after_thinking, choice_pattern, json_guide
+from manylora.generation.grammars import after_thinking
+from manylora.generation.guides import choice_pattern, json_guide
 from manylora.generation.reply import ReplyFormat
 from manylora.generation.reply_formats import CHOSEN_BY_TEMPLATE, Parsers
 from manylora.generation.sampling import SamplingParams
@@ -77,7 +78,7 @@ def shared_of(
     if reply is not None and reply.thinking is not None:
         if guide is not None:
             thinking, opened = reply.thinking, reply.opened
-            guide = _made(field, partial(after_thinking, guide, thinking, opened, tokenizer.token_id))
+            guide = _made(field, partial(after_thinking, guide, thinking, opened, tokenizer.mark_id))
         if isinstance(body, ChatRequest) and not body.separate_reasoning:
             reply = replace(reply, thinking=None) if use else None
     return Shared(bias, guide, field, reply)
@@ -220,7 +221,7 @@ FORMATS = {  # response_format type -> the engine's guide type, and the field wi
 }
 SOME_SPACE = r"[ \n\t]{0,20}"  # without a limit, small models write nothing else
 ANY_OBJECT = {"type": "object"}
-OF_STRUCTURED = ("json_", "regex", "choice", "grammar", "json_object")
+OF_STRUCTURED = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 def guide_of(body: GenerationRequest, use: ToolUse | None) -> tuple[str, Guide | None]:
@@ -229,10 +230,13 @@ def guide_of(body: GenerationRequest, use: ToolUse | None) -> tuple[str, Guide |
     if use is not None:
         # If only tool calls are allowed, a text format has no effect. Some clients send both.
         found = [one for one in found if not (use.only_calls and one[0] == FORMAT)]
+        guide = _made("tools", use.guide)
+        if found and guide is None and found[0][1].type == "structural_tag":  # which may describe the calls
+            return found[0]
         if found:
             reason = f"tools and {found[0][0]} cannot be combined: leave one out"
             raise invalid_value(reason, found[0][0])
-        return "tools", _made("tools", use.guide)
+        return "tools", guide
     if len(found) > 1:
         reason = f"{found[0][0]} and {found[1][0]} both bind the answer: give one"
         raise invalid_value(reason, found[1][0])
@@ -279,6 +283,12 @@ def _of_format(wanted: schema.ResponseFormat) -> Guide | None:
             reason = "response_format.json_schema.schema is required"
             raise ApiError(400, "missing_field", reason, FORMAT)
         return json_guide(wanted.schema_given)
+    if wanted.type == "structural_tag":
+        fields = wanted.model_dump(include={"format", "structures", "triggers"}, exclude_none=True)
+        if fields.keys() not in ({"format"}, {"structures", "triggers"}):
+            reason = f"{FORMAT}: structural_tag needs format, or structures and triggers"
+            raise ApiError(400, "missing_field", reason, FORMAT)
+        return Guide("structural_tag", json.dumps(fields))
     kind, field = FORMATS[wanted.type]
     text = getattr(wanted, field)
     if text is None:
@@ -300,6 +310,8 @@ def _of_structured(wanted: schema.StructuredOutputs) -> Guide | None:
         return Guide("regex", choice_pattern(wanted.choice))
     if wanted.grammar is not None:
         return _of_grammar(wanted.grammar)
+    if (tags := wanted.structural_tag) is not None:
+        return Guide("structural_tag", tags if isinstance(tags, str) else json.dumps(tags))
     return _of_schema(dict(ANY_OBJECT), "", space) if wanted.json_object else None
 
 

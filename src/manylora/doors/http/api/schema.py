@@ -82,13 +82,14 @@ def sampling_fields(entry_point: str) -> dict[str, Any]:
 
 
 class StructuredOutputs(Body):
-    """As in vLLM: exactly one of the first five. grammar: EBNF if it contains `::=`, otherwise Lark."""
+    """As in vLLM: exactly one of the first six. grammar: EBNF if it contains `::=`, otherwise Lark."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: Grammar | None = None
     choice: Annotated[Items[WordText], Field(min_length=1, max_length=1024)] | None = None
     grammar: Grammar | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
     whitespace_pattern: Text | None = None  # allowed between JSON tokens
     disable_any_whitespace: bool = True
     disable_fallback: bool = True  # no effect: there is only one backend
@@ -169,15 +170,20 @@ class LoraMember(Body):
 
 class ResponseFormat(Body):
     """json_schema needs json_schema.schema; regex, ebnf and lark_grammar a field of the same name; llguidance
-    its JSON form in grammar.
+    its JSON form in grammar; structural_tag format, or structures and triggers.
     """
 
-    type: Literal["text", "json_object", "json_schema", "regex", "ebnf", "lark_grammar", "llguidance"]
+    type: Literal[
+        "text", "json_object", "json_schema", "regex", "ebnf", "lark_grammar", "llguidance", "structural_tag"
+    ]
     json_schema: dict[str, Any] | None = None
     regex: Grammar | None = None
     ebnf: Grammar | None = None
     lark_grammar: Grammar | None = None
     grammar: str | dict[str, Any] | None = None
+    format: dict[str, Any] | None = None
+    structures: Items[dict[str, Any]] | None = Field(None, max_length=1024)
+    triggers: Items[str] | None = Field(None, max_length=1024)
 
     @property
     def schema_given(self) -> dict[str, Any] | None:

@@ -76,7 +76,7 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
         raise invalid_value(f"tool_choice: there is no tool {named!r}", "tool_choice")
     if choice == "none":
         return None
-    bound = body.response_format is not None and body.response_format.type != "text"
+    bound = body.response_format is not None and body.response_format.type not in ("text", "structural_tag")
     if bound and not use.only_calls:
         reason = (
             "tools and response_format cannot be combined: leave one out, or set tool_choice to none, or to "

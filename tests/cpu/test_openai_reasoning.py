@@ -132,7 +132,13 @@ TEMPLATE = (
     "{{ '.' * (messages[0].content | int) }}{% if enable_thinking %}<think>{% endif %}"
 )
 THOUGHT = "<think>\nIt may rain.\n</think>\n\n"
-SCRIPTS = {"rain": f"{THOUGHT}It rains.", "call": f"{THOUGHT}Look.\n{CALLS['hermes']}"}
+ANALYSIS = "<|channel|>analysis<|message|>It may rain.<|end|><|start|>assistant<|channel|>"
+SCRIPTS = {
+    "rain": f"{THOUGHT}It rains.",
+    "call": f"{THOUGHT}Look.\n{CALLS['hermes']}",
+    "channels": f"{ANALYSIS}final<|message|>It rains.",
+    "channel of a call": f"{ANALYSIS}commentary to=functions.clock<|message|>{{}}<|call|>",
+}
 
 
 def reciting(folder: Path) -> tuple[Path, dict[str, str]]:
@@ -144,7 +150,7 @@ def reciting(folder: Path) -> tuple[Path, dict[str, str]]:
         pre_tokenizers.ByteLevel(add_prefix_space=False),
         decoders.ByteLevel(),
     )
-    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.add_special_tokens(["</s>", *HARMONY.starts, *HARMONY.ends, *HARMONY.inner])
     words = ("<think>", "</think>", "<tool_call>", "</tool_call>")
     tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in words])
     starts, script = {}, [0]
@@ -260,6 +266,30 @@ def test_guides_bind_what_follows_the_reasoning(
         message = server.post("/v1/chat/completions", **body, **tools).json()["choices"][0]["message"]
         assert message["reasoning"] == "It may rain." and message["content"] is None
         assert [one["function"] for one in message["tool_calls"]] == [{"name": "clock", "arguments": "{}"}]
+
+
+def test_special_tokens_mark_channels(recited: tuple[Running, dict[str, Any]], workshop: Path) -> None:
+    """They are read, but no text of the answer."""
+    template = workshop / "channels.jinja"
+    template.write_text(TEMPLATE.replace("</think>", "<|channel|><|message|><|end|>"))
+    server = Running(model=workshop / "reciting", served_model_name=("demo",), chat_template=template)
+    asked = recited[1]
+
+    def answer(script: str, **more: Any) -> Any:
+        body: Any = {"model": "demo", "messages": asked[script], "temperature": 0, **more}
+        [choice] = server.client().chat.completions.create(**body).choices
+        assert choice.message.reasoning == "It may rain."
+        return choice
+
+    try:
+        assert answer("channels").message.content == "It rains."
+        called = answer("channel of a call", tools=TOOLS)
+        assert called.finish_reason == "tool_calls" and called.message.tool_calls[0].function.name == "clock"
+        schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["Oslo"]}}}
+        assert answer("channels", response_format=schema).message.content == '"Oslo"'
+        assert answer("channels", tools=TOOLS[1:], tool_choice="required").message.tool_calls
+    finally:
+        server.close()
 
 
 def test_structural_tags_bind_parts_of_the_answer(recited: tuple[Running, dict[str, Any]]) -> None:

@@ -99,6 +99,7 @@ def test_calls_of_each_format_are_the_same_however_they_are_split(parser: str) -
         '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>',
         '<tool_call>{"name": "weather", "arg',
         "<tool_call>fly\n</tool_call>",
+        "<tool_call></tool_call>[]",
         "[weather](x) and [1, 2]",
         '{"city": "Rome"}',
         "a <tool",

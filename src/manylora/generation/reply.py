@@ -31,6 +31,8 @@ PART = re.compile(rf'<\|"\|>.*?<\|"\|>|{QUOTED}|[^"\'<,()\[\]{{}}]+|<(?!\|"\|>)|
 LITERAL = re.compile(
     rf'<\|"\|>(.*?)<\|"\|>|({QUOTED})|([A-Za-z_]\w*)(?=\s*:)|\b(True|False|None)\b', re.DOTALL
 )
+QUOTE = re.compile("[\"'>]")  # the last character of a text's end
+SLICE = 256  # characters that are read at a time: what is searched again stays short
 HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs, which UTF-8 does not have
 JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -102,9 +104,11 @@ class ReplyReader:
         """What is new. final: no more text follows. cut: because the token limit was reached: an incomplete
         last call is then returned as far as it goes.
         """
-        self._text += text
-        self._final, self._cut = final, cut
-        next(self._steps, None)
+        self._cut = cut
+        for at in range(0, len(text) or 1, SLICE):
+            self._text += text[at : at + SLICE]
+            self._final = final and at + SLICE >= len(text)
+            next(self._steps, None)
         pieces, self._pieces = self._pieces, []
         if self._first is not None:
             self._first = None if len(pieces) > self._first else 0
@@ -239,9 +243,8 @@ class ReplyReader:
         after: str | None = ","
         while after not in (closing, end) and (after or (end and self._text.strip())):
             yield from self._space()
-            if not self._text.startswith(closing or end or "\n"):  # a list may be empty
-                yield from self._one(end)
-                self._begin()
+            yield from self._one(end)
+            self._begin()
             after = yield from self._optional(",", ";", closing, end)
         if after == closing:
             yield from self._optional(end)
@@ -365,7 +368,11 @@ class ReplyReader:
             rest = self._text[at : at + len(DELIMITER)]
             part = None if DELIMITER.startswith(rest) and rest != DELIMITER else PART.match(self._text, at)
             if part is None:
+                size, waits = len(self._text), len(rest) == len(DELIMITER)
                 yield from self._more()
+                while waits and not QUOTE.search(self._text, size):  # a text goes on up to its quote
+                    size = len(self._text)
+                    yield from self._more()
                 continue
             at = part.end()
             if depth == 0 and part[0] in (",", closing):
@@ -428,14 +435,16 @@ class ReplyReader:
             yield from self._more()
         self._take(len(self._text) - len(self._text.lstrip()))
 
-    def _find(self, marks: tuple[str, ...]) -> tuple[int, str]:
+    def _find(self, marks: tuple[str, ...], start: int = 0) -> tuple[int, str]:
         """Where the first of them is, and which; -1 and empty if none is there."""
-        found = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
+        found = [(at, mark) for mark in marks if (at := self._text.find(mark, start)) >= 0]
         return min(found, default=(-1, ""))
 
     def _until(self, *marks: str) -> Steps:
         """The text before the first of these marks, and which it was."""
-        while not (found := self._find(marks))[1]:
+        start, longest = 0, max(map(len, marks))
+        while not (found := self._find(marks, start))[1]:
+            start = max(0, len(self._text) - longest)
             yield from self._more()
         text = self._take(found[0])
         self._take(len(found[1]))

@@ -224,6 +224,7 @@ class Server:
 
     def answer(self, messages: Sequence[dict[str, str]], adapter: str | None) -> Pieces:
         asked = {**self._fields, "model": adapter or self._base, "messages": messages, "stream": True}
+        thinks = False
         with ask_server(self._url, "chat/completions", asked) as answer:
             for line in answer:
                 data = line.decode().removeprefix("data:").strip()
@@ -232,7 +233,13 @@ class Server:
                     if "error" in event:
                         raise RequestError(str(event["error"].get("message")))
                     for choice in event["choices"]:
-                        yield choice["delta"].get("content") or ""
+                        thought, text = (choice["delta"].get(one) or "" for one in ("reasoning", "content"))
+                        if thought and not thinks:
+                            yield "<think>\n"
+                        elif text and thinks:
+                            yield "\n</think>\n\n"
+                        thinks = bool(thought) or (thinks and not text)
+                        yield thought or text
 
     def close(self) -> None:
         pass

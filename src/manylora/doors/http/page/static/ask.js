@@ -142,10 +142,13 @@ async function answer(name, question, card, signal) {
   const started = performance.now();
   let firstAt = 0;
   let usage = null;
+  let thinks = false;
   try {
     for await (const event of events(name, question, signal)) {
       const choice = event.choices?.[0];
-      const piece = choice?.delta?.content ?? choice?.text ?? "";
+      const { reasoning, content } = choice?.delta ?? {};
+      const piece = reasoning ?? (thinks && content ? `\n\n${content}` : content) ?? choice?.text ?? "";
+      if (reasoning || content) thinks = Boolean(reasoning);
       if (piece && !firstAt) firstAt = performance.now();
       if (piece) {
         const atEnd = card.text.scrollHeight - card.text.scrollTop - card.text.clientHeight < 8;

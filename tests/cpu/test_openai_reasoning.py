@@ -370,7 +370,9 @@ def test_the_other_apis_show_reasoning_in_their_own_form(recited: tuple[Running,
     whole = server.client().responses.create(**asks)
     with server.client().responses.stream(**asks) as events:
         streamed = events.get_final_response()
-    for answer in (whole, streamed):
+    with server.client().responses.stream(**asks, top_logprobs=1) as events:
+        with_log_probs = events.get_final_response()
+    for answer in (whole, streamed, with_log_probs):
         assert [one.type for one in answer.output] == ["reasoning", "message", *["function_call"] * 2]
         assert answer.output[0].content[0].text == "It may rain." and answer.output_text == "Look."
         assert answer.output[2].arguments == WEATHER[1]

@@ -405,7 +405,7 @@ class ResponsesAnswer(TranslatedChat):
         events = []
         if delta.get("reasoning"):
             events += [self._open("reasoning"), self._text_of("reasoning_text", delta["reasoning"])]
-        elif delta.get("content") or (log_probs and self._kind in ("", "message")):
+        elif delta.get("content") or (log_probs and (self._kind == "message" or self._reply is None)):
             events.append(self._open("message"))
             self._log_probs += log_probs
             events.append(self._delta(encode(delta.get("content") or ""), encode(log_probs)))
@@ -432,9 +432,9 @@ class ResponsesAnswer(TranslatedChat):
         if kind == "function_call":
             self._item = _call(call_id, name, "", RUNNING)
         elif kind == "reasoning":
-            self._item = {**_reasoning(_new_id("rs"), RUNNING, ""), "content": []}
+            self._item = _reasoning(_new_id("rs"), RUNNING, "") | {"content": []}
         else:
-            self._item = {**_message(_new_id("msg"), RUNNING, "", []), "content": []}
+            self._item = _message(_new_id("msg"), RUNNING, "", []) | {"content": []}
         added = closed + self._make("response.output_item.added", output_index=self._at, item=self._item)
         if kind == "function_call":
             return added
@@ -461,23 +461,18 @@ class ResponsesAnswer(TranslatedChat):
         if not self._kind:
             return ""
         text = json.loads('"' + "".join(piece[1:-1] for piece in self._text) + '"')
-        kind, item_id, status = self._kind, self._item["id"], self._item_status
-        if kind == "function_call":
-            item = self._item | {"arguments": text, "status": status}
+        item = self._item | {"status": self._item_status}
+        if self._kind == "function_call":
+            item["arguments"] = text
             told = {"name": item["name"], "arguments": text}
             events = [self._make("response.function_call_arguments.done", **self._where, **told)]
-        elif kind == "reasoning":
-            item = _reasoning(item_id, status, text)
-            events = [
-                self._make("response.reasoning_text.done", **self._where, text=text),
-                self._make("response.content_part.done", **self._where, part=_thought(text)),
-            ]
         else:
-            item = _message(item_id, status, text, self._log_probs)
-            shown = {"text": text, "logprobs": self._log_probs}
+            part = _thought(text) if self._kind == "reasoning" else _part(text, self._log_probs)
+            item["content"] = [part]
+            shown = {name: one for name, one in part.items() if name in ("text", "logprobs")}
             events = [
-                self._make("response.output_text.done", **self._where, **shown),
-                self._make("response.content_part.done", **self._where, part=_part(text, self._log_probs)),
+                self._make(f"response.{part['type']}.done", **self._where, **shown),
+                self._make("response.content_part.done", **self._where, part=part),
             ]
         events.append(self._make("response.output_item.done", output_index=self._at, item=item))
         self._add(item)

@@ -131,6 +131,7 @@ def test_the_template_says_how_a_model_thinks() -> None:
 TEMPLATE = (
     "{# </think> <tool_call> #}{% if tools %}{% endif %}"
     "{{ '.' * (messages[0].content | int) }}{% if enable_thinking %}<think>{% endif %}"
+    "{{ messages[-1].reasoning_content }}"
 )
 THOUGHT = "<think>\nIt may rain.\n</think>\n\n"
 ANALYSIS = "<|channel|>analysis<|message|>It may rain.<|end|><|start|>assistant<|channel|>"
@@ -240,7 +241,8 @@ def test_calls_follow_reasoning_and_are_streamed(recited: tuple[Running, dict[st
     assert "tool_calls.function.arguments.delta" in kinds and final.finish_reason == "tool_calls"
     assert [one.function.arguments for one in final.message.tool_calls] == [WEATHER[1], CLOCK[1]]
     echo = [*asked["call"], whole.message.model_dump(exclude_unset=True)]
-    assert server.post("/v1/chat/completions", model="demo", messages=echo, max_tokens=1).status_code == 200
+    answered = server.post("/v1/chat/completions", model="demo", messages=echo, max_tokens=1)
+    assert answered.json()["usage"]["prompt_tokens"] == int(asked["call"][0]["content"]) + len("It may rain.")
 
 
 @pytest.mark.parametrize("opened", [False, True])

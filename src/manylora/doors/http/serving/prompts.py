@@ -198,8 +198,10 @@ def _template_message(message: Message) -> dict[str, Any]:
     for name in ("name", "tool_call_id"):
         if getattr(message, name) is not None:
             shown[name] = getattr(message, name)
-    if message.thought:  # gpt-oss calls it thinking
-        shown["reasoning_content"] = shown["thinking"] = message.thought
+    if message.thought:
+        shown["reasoning_content"] = message.thought
+        if not (message.tool_calls and message.text):  # gpt-oss's name; its template refuses both with calls
+            shown["thinking"] = message.thought
     if message.tool_calls:
         shown["tool_calls"] = []
     for call in message.tool_calls:

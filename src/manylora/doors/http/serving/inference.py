@@ -195,7 +195,9 @@ class Inference:
         """The call of one prompt, for `finish`. asked: as from `ask`. Raises ApiError."""
         self._check_count(body.n)
         self._check_ids([prompt])
-        return self._call(body, prompt, asked, Signal(), secrets.token_hex(12), shared_of(body, self.limits))
+        return self._call(
+            body, prompt, asked, Signal(), secrets.token_hex(12), shared_of(body, self.limits, self.tokenizer)
+        )
 
     async def finish(self, call: Call[Any]) -> Any:
         """Run a call to its end, whoever waits for it. Returns its generation. Raises ApiError."""

@@ -102,7 +102,7 @@ class TgiAnswer(ResponseBuilder):
             outputs.sort(key=lambda one: -(one.cumulative_logprob or 0.0) / max(1, one.length))
         found: dict[str, Any] = {"generated_text": self._text(outputs[0])}
         if self._asked.parameters.details:
-            details = [self._details(generation, one) for one in outputs]
+            details = [self._output_details(generation, one) for one in outputs]
             if others := list(zip(outputs, details, strict=True))[1:]:
                 details[0]["best_of_sequences"] = [
                     {"generated_text": self._text(one), **more} for one, more in others
@@ -164,7 +164,7 @@ class TgiAnswer(ResponseBuilder):
     def _entry(self, token_id: int, logprob: float, text: str) -> dict[str, Any]:
         return {"id": token_id, "text": text, "logprob": logprob, "special": self._special(token_id)}
 
-    def _details(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
+    def _output_details(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
         known = logprobs.output_logprobs(output, generation.alternatives(output.index))
         stream = self._tokenizer.stream(False)
         self._stream = stream

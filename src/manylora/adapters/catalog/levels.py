@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-import re
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -22,15 +18,14 @@ from manylora.adapters.tensors import Adapter, AdapterRow, FileAdapter, adapter_
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.request import LoraExtra
-from manylora.system.folders import make_temporary, remove_temporary
+from manylora.system.copies import CopyFolder
 from manylora.system.threads import lower_priority
 
 logger = logging.getLogger("manylora")
 
-RETRY_S = 30.0  # before writing again to a disk that failed
 MAX_PENDING = 4  # adapters waiting to be written
 PENDING_S = 2.0  # how long the next one waits, which also delays other loads
-OURS = re.compile(r"[0-9a-f]{40}\.safetensors(\.part-\d+-\d+)?")  # files that may be deleted in the folder
+OURS = r"[0-9a-f]{40}\.safetensors"  # files that may be deleted in the folder
 
 
 class MemoryLevel:
@@ -66,19 +61,14 @@ class MemoryLevel:
 
 
 class DiskLevel:
-    """Adapters by digest, as files in a separate folder. Beyond max_bytes the least recently used is deleted.
+    """Adapters by digest, as files of a `CopyFolder`, whose content is checked against the digest.
 
-    folder: None creates a temporary one, which `close` removes. max_bytes: 0 stores nothing. Thread-safe, and
-    several processes may share a folder: a file appears only when complete, and its content is checked
-    against the digest. A full or broken disk only loses copies: no method raises an error because of it.
+    folder: None creates a temporary one, which `close` removes. max_bytes: 0 stores nothing. Thread-safe. A
+    full or broken disk only loses copies: no method raises an error because of it.
     """
 
     def __init__(self, max_bytes: int, folder: Path | None = None) -> None:
-        self._max_bytes, self._folder = max_bytes, folder
-        self._temporary = folder is None
-        self._lock = threading.Lock()  # held while old files are deleted
-        self._failing = False
-        self._retry_at = 0.0  # after a failure
+        self._files = CopyFolder(max_bytes, folder, OURS, "lora disk level")
         self._writer = ThreadPoolExecutor(1, "manylora-copies", lower_priority)
         self._pending = threading.BoundedSemaphore(MAX_PENDING)
 
@@ -86,9 +76,9 @@ class DiskLevel:
         """Write it on a low-priority thread unless it exists. Waits a little if many are pending; with an
         even slower disk no copy is written.
         """
-        if self._max_bytes and time.monotonic() >= self._retry_at and not self.has(adapter.digest):
+        if self._files.is_writable and not self.has(adapter.digest):
             if not self._pending.acquire(timeout=PENDING_S):
-                self._fail("the disk is too slow")
+                self._files.fail("the disk is too slow")
                 return
 
             def write() -> None:
@@ -106,83 +96,35 @@ class DiskLevel:
 
     def put(self, adapter: Adapter) -> None:
         """Write it unless it exists."""
-        if adapter.nbytes > self._max_bytes or self.has(adapter.digest) or time.monotonic() < self._retry_at:
-            return
-        try:
-            self._make_space(adapter.nbytes)
-            self._write(adapter)
-        except OSError as error:
-            self._fail(error.strerror)
-        else:
-            if self._failing:
-                logger.warning("lora disk level: copies can be written again")
-            self._failing, self._retry_at = False, 0.0
+        self._files.put(_name(adapter.digest), adapter.nbytes, lambda path: self._write(adapter, path))
 
     def get(self, digest: str) -> Adapter | None:
-        if self._folder is None or not self.has(digest):
+        path = self._files.path(_name(digest))
+        if path is None or not self.has(digest):
             return None
         try:
-            found = _read(self._path(digest))
+            found = _read(path)
             if found.digest != digest:
                 raise AdapterInvalidError("it is of other content than its name says")
         except Exception as error:  # the file may contain anything
             logger.warning("lora disk level: a copy cannot be read: %s", error or type(error).__name__)
             passing = isinstance(error, MemoryError) or is_passing(error) or is_passing(error.__cause__)
-            with contextlib.suppress(OSError):
-                if not passing:
-                    self._path(digest).unlink()
+            if not passing:
+                self._files.remove(path.name)
             return None
         return found
 
     def has(self, digest: str) -> bool:
         """Whether there is a copy. It then counts as just used."""
-        if self._folder is None:
-            return False
-        try:
-            os.utime(self._path(digest))
-        except OSError:
-            return False
-        return True
+        return self._files.has(_name(digest))
 
     def close(self) -> None:
         """Write pending copies and end the thread. Idempotent."""
         self._writer.shutdown(wait=True)
-        if self._temporary and self._folder is not None:
-            remove_temporary(self._folder)
+        self._files.close()
 
-    def _fail(self, reason: str | None) -> None:
-        """Log the failure once, until writing works again, and pause: partial copies fill a disk, too."""
-        self._retry_at = time.monotonic() + RETRY_S
-        if not self._failing:
-            logger.warning("lora disk level: copies cannot be written, serving goes on without: %s", reason)
-        self._failing = True
-
-    def _make_space(self, num_bytes: int) -> None:
-        """Delete files of ours, including unfinished ones, the least recently used first. Raises OSError."""
-        with self._lock:
-            if self._folder is None:
-                self._folder = make_temporary("adapters")
-            self._folder.mkdir(parents=True, exist_ok=True)
-            files = []
-            for entry in os.scandir(self._folder):
-                with contextlib.suppress(FileNotFoundError):  # another process deleted it first
-                    if OURS.fullmatch(entry.name):
-                        files.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry.path)))
-            surplus = sum(size for _, size, _ in files) + num_bytes - self._max_bytes
-            for _, size, path in sorted(files):
-                if surplus <= 0:
-                    break
-                path.unlink(missing_ok=True)
-                surplus -= size
-
-    def _path(self, digest: str) -> Path:
-        assert self._folder is not None
-        return self._folder / f"{digest}.safetensors"
-
-    def _write(self, adapter: Adapter) -> None:
-        """Write it completely or not at all: others may read this folder. Raises OSError."""
-        path = self._path(adapter.digest)
-        part = path.with_name(f"{path.name}.part-{os.getpid()}-{threading.get_ident()}")
+    def _write(self, adapter: Adapter, path: Path) -> None:
+        """Raises OSError."""
         shared = {row.shared.key: row.shared for row in adapter.rows if row.shared is not None}
         rows = []
         for row in adapter.rows:
@@ -199,13 +141,11 @@ class DiskLevel:
         tensors |= {f"row.{i}": _raw(row.payload) for i, row in enumerate(adapter.rows)}
         tensors |= {f"shared.{key}": _raw(one.values) for key, one in shared.items()}
         tensors |= {f"extra.{i}": _raw(extra.values) for i, extra in enumerate(adapter.extras)}
-        try:
-            write_safetensors(part, tensors)
-            part.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            raise
+        write_safetensors(path, tensors)
+
+
+def _name(digest: str) -> str:
+    return f"{digest}.safetensors"
 
 
 def _read(path: Path) -> Adapter:

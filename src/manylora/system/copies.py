@@ -1,0 +1,114 @@
+"""CopyFolder: files in a folder that may be lost at any time, within a bound."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from manylora.system.folders import make_temporary, remove_temporary
+
+logger = logging.getLogger("manylora")
+
+RETRY_S = 30.0  # before writing again to a disk that failed
+PART = r"(\.part-\d+-\d+)?"  # after the name of a file that is not complete
+
+
+class CopyFolder:
+    """Files by name. Beyond max_bytes the least recently used is deleted.
+
+    folder: None creates a temporary one, which `close` removes. ours: matches the names of files that may be
+    deleted in it. what: named in the log. Thread-safe, and several processes may share a folder: a file
+    appears only when complete. A full or broken disk only loses copies: no method raises an error because of
+    it.
+    """
+
+    def __init__(self, max_bytes: int, folder: Path | None, ours: str, what: str) -> None:
+        self._max_bytes, self._folder, self._what = max_bytes, folder, what
+        self._temporary, self._ours = folder is None, re.compile(ours + PART)
+        self._lock = threading.Lock()  # held while old files are deleted
+        self._failing = False
+        self._retry_at = 0.0  # after a failure
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether files are kept at all, and the disk has not failed a moment ago."""
+        return bool(self._max_bytes) and time.monotonic() >= self._retry_at
+
+    def path(self, name: str) -> Path | None:
+        """None if nothing was ever written."""
+        return None if self._folder is None else self._folder / name
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file. It then counts as just used."""
+        path = self.path(name)
+        if path is None:
+            return False
+        try:
+            os.utime(path)
+        except OSError:
+            return False
+        return True
+
+    def put(self, name: str, num_bytes: int, write: Callable[[Path], None]) -> None:
+        """Let `write` write a file of about num_bytes, unless it exists."""
+        if num_bytes > self._max_bytes or self.has(name) or not self.is_writable:
+            return
+        try:
+            path = self._make_space(num_bytes) / name
+            part = path.with_name(f"{name}.part-{os.getpid()}-{threading.get_ident()}")
+            try:
+                write(part)
+                part.replace(path)
+            except BaseException:
+                with suppress(OSError):
+                    part.unlink()
+                raise
+        except OSError as error:
+            self.fail(error.strerror)
+        else:
+            if self._failing:
+                logger.warning("%s: copies can be written again", self._what)
+            self._failing, self._retry_at = False, 0.0
+
+    def remove(self, name: str) -> None:
+        path = self.path(name)
+        with suppress(OSError):
+            if path is not None:
+                path.unlink()
+
+    def fail(self, reason: str | None) -> None:
+        """Log the failure once, until writing works again, and pause: partial copies fill a disk, too."""
+        self._retry_at = time.monotonic() + RETRY_S
+        if not self._failing:
+            logger.warning("%s: copies cannot be written, serving goes on without: %s", self._what, reason)
+        self._failing = True
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._temporary and self._folder is not None:
+            remove_temporary(self._folder)
+
+    def _make_space(self, num_bytes: int) -> Path:
+        """Delete files of ours, including unfinished ones, the least recently used first. Raises OSError."""
+        with self._lock:
+            if self._folder is None:
+                self._folder = make_temporary("adapters")
+            self._folder.mkdir(parents=True, exist_ok=True)
+            files = []
+            for entry in os.scandir(self._folder):
+                with suppress(FileNotFoundError):  # another process deleted it first
+                    if self._ours.fullmatch(entry.name):
+                        files.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry.path)))
+            surplus = sum(size for _, size, _ in files) + num_bytes - self._max_bytes
+            for _, size, path in sorted(files):
+                if surplus <= 0:
+                    break
+                path.unlink(missing_ok=True)
+                surplus -= size
+            return self._folder

@@ -97,6 +97,19 @@ class GraphStats:
 
 
 @dataclass(frozen=True)
+class KvStoreStats:
+    """KV blocks in host memory and on disk. Counters since the start, in blocks."""
+
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    host_hits: int = 0  # blocks that were copied back
+    disk_hits: int = 0
+    host_evictions: int = 0
+    disk_evictions: int = 0
+    damaged: int = 0  # files that were not what they should be
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """The engine between two steps. Numbers of sequences, tokens, pages; counters since the start."""
 
@@ -128,3 +141,4 @@ class EngineStats:
     waiting_adapters: tuple[str, ...] = ()  # adapters of waiting requests
     adapters: AdapterStats = field(default_factory=AdapterStats)
     graphs: GraphStats = field(default_factory=GraphStats)
+    kv_store: KvStoreStats | None = None  # None: there is none

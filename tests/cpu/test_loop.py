@@ -90,6 +90,9 @@ class FakeEngine:
     def make_ready(self, is_idle: Callable[[], bool]) -> None:
         pass
 
+    def save_blocks(self, most: int) -> bool:
+        return False
+
     wait_for_memory = end_waits = close = lambda self: None
 
 

@@ -151,6 +151,18 @@ class EngineConfig:
         llm="gpu_memory_utilization", serve="gpu_memory_utilization")
     max_tokens_in_paged_kv_cache: int | None = setting(
         None, "maximum size of the KV cache in tokens", least=1, llm="kv_cache_config.max_tokens")
+    kv_cache_host_memory_bytes: int = setting(
+        0, "host memory for KV blocks that the device has no room for, in bytes; 0: none", least=0,
+        llm="kv_cache_config.host_cache_size", serve="kv_cache_host_memory_bytes")
+    kv_disk_cache_dir: Path | None = setting(
+        None, "folder for KV blocks, which survive a restart there; default: none",
+        llm="kv_cache_config.disk_cache_path", serve="kv_disk_cache_dir")
+    kv_disk_cache_bytes: int = setting(
+        4 * GIB, "maximum size of these blocks on disk", least=0,
+        llm="kv_cache_config.disk_cache_size", serve="kv_disk_cache_bytes")
+    secondary_offload_min_priority: int | None = setting(
+        None, "priority that KV blocks need to go there", least=0, most=100, triton=None,
+        llm="kv_cache_config.secondary_offload_min_priority")
     enable_kv_cache_reuse: bool = setting(
         True, "share KV blocks of equal prompt prefixes", llm="kv_cache_config.enable_block_reuse",
         serve="enable_prefix_caching")

@@ -55,9 +55,7 @@ KV_CACHE_CONFIG = ForeignNames(
     accepted={
         "max_attention_window": (None,),
         "sink_token_length": (None, 0),
-        "host_cache_size": (None, 0),
         "cross_kv_cache_fraction": (None,),
-        "secondary_offload_min_priority": (None,),
         "event_buffer_max_size": (0,),
         "use_uvm": (False,),
         "dtype": ("auto", "fp8"),
@@ -71,6 +69,9 @@ CHECKPOINT = (
 CONFIG_JSON = "change config.json in a copy of the model's folder"
 POOLING = "modules.json and 1_Pooling/config.json in the model's folder set the pooling"
 KV_TOKENS = "kv_cache_config.max_tokens in --config bounds the KV cache"
+KV_STORE = (
+    "--kv-cache-host-memory-bytes 4G keeps KV blocks in host memory, --kv-disk-cache-dir FOLDER on disk"
+)
 HOSTS = "give --allowed-hosts, whose pages may use this server"
 TEXT_ONLY = "only text is served"
 API_KEYS = "clients are identified by --api-keys"
@@ -114,6 +115,7 @@ SERVE = ForeignNames(
         "chat_template_content_format": ("auto", "string"),
         "scheduling_policy": ("fcfs",),
         "cpu_offload_gb": ("0",),
+        "kv_offloading_backend": ("native",),
         "max_logprobs": ("20",),
     },
     refused={
@@ -130,7 +132,8 @@ SERVE = ForeignNames(
         "enable_prompt_adapter": "PEFT folders of prompt tuning are served like any other adapter",
         "num_gpu_blocks_override": KV_TOKENS,
         "kv_cache_memory_bytes": KV_TOKENS,
-        "kv_transfer_config": "the KV cache stays in one process",
+        "kv_transfer_config": KV_STORE,
+        "kv_offloading_size": KV_STORE,
         "uds": "give --host and --port",
         "root_path": "let the proxy strip its path prefix",
         "allowed_origins": HOSTS,

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import torch
 from torch.distributed import Store
@@ -21,6 +22,7 @@ from manylora.config.model_folder import weight_files
 from manylora.config.pooling import longest_text
 from manylora.config.resolve import weights_algo
 from manylora.engine.guide import Guides
+from manylora.engine.kv_store import KvStore
 from manylora.engine.runner import Runner
 from manylora.engine.sizing import (
     KvPlan,
@@ -33,6 +35,7 @@ from manylora.engine.sizing import (
 )
 from manylora.engine.step_messages import END, Others
 from manylora.engine.warmup import peak_bytes
+from manylora.kernels import native
 from manylora.kernels.device import Device, device_of_rank, open_device
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
@@ -53,6 +56,7 @@ from manylora.ranks.rank_info import RankInfo
 from manylora.ranks.rendezvous import interface_of, join_collectives, leave_group
 from manylora.system.allocator import keep_memory
 from manylora.system.lifeline import is_draining, is_launched
+from manylora.version import __version__
 
 logger = logging.getLogger("manylora")
 
@@ -94,6 +98,7 @@ class EngineParts(RankParts):
     guides: Guides | None  # None: guided decoding is not enabled
     overlap: bool  # whether a step is launched before the tokens of the previous one are known
     leader: Leader | None  # tells the other ranks what to do
+    store: KvStore | None  # of KV blocks beside the device's
 
 
 def meet_group(config: EngineConfig, info: RankInfo, store: Store) -> Collectives:
@@ -139,6 +144,8 @@ def build_rank(config: EngineConfig, info: RankInfo, comm: Collectives | None) -
         limits = batch_limits(config, local, dtype, kv_dtype, config.max_seq_len or local.max_seq_len)
         modules = lora_modules(local, config.lora.target_modules).values()
         free_bytes = max(0, free_bytes - peak_bytes(decoder, device, limits, config, modules))
+    if on_cpu:
+        free_bytes = max(0, free_bytes - config.kv_cache_host_memory_bytes)
     dtypes, agree = (kv_dtype, pages_dtype), int if comm is None else comm.least
     memory = plan_memory(config, local, dtypes, device.torch, free_bytes, agree)
     config, plan = memory.config, memory.kv
@@ -244,6 +251,7 @@ def _rank_0(rank: RankParts, leader: Leader | None) -> EngineParts:
         guides=guides,
         overlap=overlap,
         leader=leader,
+        store=open_store(rank, leader),
     )
 
 
@@ -257,6 +265,28 @@ def open_runner(rank: RankParts, adapters: AdapterStore, leader: Leader | None =
     elif rank.device.torch.type != "cpu":
         logger.info("with several ranks steps are neither recorded nor overlapped")
     return runner
+
+
+def open_store(rank: RankParts, leader: Leader | None) -> KvStore | None:
+    """None: no store was asked for, or it would not work. Raises ConfigError."""
+    config, model, device = rank.config, rank.model, rank.device
+    if not config.kv_cache_host_memory_bytes and config.kv_disk_cache_dir is None:
+        return None
+    reasons = {
+        "enable_kv_cache_reuse is false": not config.enable_kv_cache_reuse,
+        "encoders keep no KV blocks": model.bidirectional,
+        "models with recurrent layers also need their states": model.recurrent is not None,
+        "each of several ranks has only a part of a block": leader is not None,
+    }
+    reason = next((text for text, holds in reasons.items() if holds), None)
+    if reason is not None:
+        logger.warning("kv_cache_host_memory_bytes and kv_disk_cache_dir have no effect: %s", reason)
+        return None
+    library = native.loaded()
+    kernels = type(device.ops).__name__, device.ops.rounds_inputs, library and Path(library._name).name
+    types = rank.dtype, rank.pages_dtype, config.quant, config.chunk_tokens
+    gpu = device.name if device.torch.type == "cuda" else ""
+    return KvStore(rank.kv, device.torch, config, (__version__, torch.__version__, kernels, gpu, types))
 
 
 def _record_decoding(runner: Runner, rank: RankParts) -> None:

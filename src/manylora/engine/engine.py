@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 logger = logging.getLogger("manylora")
+
+MOST_SAVED = 8  # KV blocks that an idle engine copies before it looks for requests
+PAUSE_S = 0.002  # while the disk is too slow for these
+CLOSE_S = 10.0  # for copying the last ones
 
 Events = list[tuple[int, Event]]  # each with the handle of its request
 
@@ -67,7 +72,8 @@ class Engine:
             self.config = config = replace(config, enable_kv_cache_reuse=False, enable_chunked_context=False)
         shape = config.tokens_per_block, config.enable_kv_cache_reuse
         states = StatePool(parts.states.num_slots, *shape) if parts.states is not None else None
-        self._kv = KvCache(parts.kv_plan.num_blocks, *shape, states)
+        least = config.secondary_offload_min_priority or 0
+        self._kv = KvCache(parts.kv_plan.num_blocks, *shape, states, parts.store, least)
         self._scheduler = Scheduler(self._kv, self.adapters, config)
         self._maker = SequenceMaker(config, parts, self._scheduler.speculation)
         self._swaps = VersionSwaps(self.adapters, self._scheduler, self._kv)
@@ -219,6 +225,12 @@ class Engine:
                 sequence.guide.close()
         self._in_flight = None
         self._requests.clear()
+        if self._parts.store is not None:
+            deadline = time.monotonic() + CLOSE_S
+            with suppress(RuntimeError):  # the device may be lost
+                while self.save_blocks(MOST_SAVED) and time.monotonic() < deadline:
+                    pass
+            self._parts.store.close()
         self.adapters.close()
         end_ranks(self._parts)
 
@@ -245,6 +257,15 @@ class Engine:
     def make_ready(self, is_idle: Callable[[], bool]) -> None:
         """Prepare memory for the next adapter, as `Transfers.make_ready`."""
         self.adapters.make_ready(is_idle)
+
+    def save_blocks(self, most: int) -> bool:
+        """Copy KV blocks, at most so many, to host memory and disk. Returns whether there are more."""
+        if self._parts.store is None:
+            return False
+        self._parts.device.activate()
+        if not self._parts.store.is_ready:
+            time.sleep(PAUSE_S)
+        return self._kv.save_blocks(most)
 
     def wait_for_memory(self) -> None:
         """Wait while too much was read that is not cached yet. Thread-safe, but not on `step`'s thread."""
@@ -292,6 +313,7 @@ class Engine:
             waiting_adapters=tuple(dict.fromkeys(self.adapters.name_of(number) for number in waiting)),
             adapters=replace(self.adapters.stats(), sequence_swaps=self._swaps.num_swaps),
             graphs=parts.runner.graph_stats(),
+            kv_store=None if parts.store is None else parts.store.stats(),
             **vars(self._counters),
         )
 

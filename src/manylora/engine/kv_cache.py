@@ -4,11 +4,19 @@ slots of recurrent state. No tensors.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
+from concurrent.futures import FIRST_COMPLETED, wait
+from typing import TYPE_CHECKING
 
 from manylora.adapters.pages import PageAllocator
 from manylora.engine.idle_blocks import DEFAULT_PRIORITY, IdleBlocks
-from manylora.engine.sequence import BeamGroup, KvBlocks, Sequence
+from manylora.engine.sequence import BeamGroup, KvBlocks, Restore, Sequence
+
+if TYPE_CHECKING:
+    from manylora.engine.kv_store import BlockKey, KvStore
+
+STUCK_S = 30.0  # after which a prompt is computed instead of copied back
 
 Key = tuple[object, tuple[int, ...], str]
 """Key of a block: its parent node or the sequence's root, its tokens, and their `Sequence.kv_key_suffix`."""
@@ -173,19 +181,32 @@ class KvCache:
     layer. They belong to one sequence and are not reused.
 
     states: for a model with recurrent layers. A sequence then has a state slot from `begin` to `free`.
+
+    store: gets copies of blocks of at least min_priority, when they are evicted or before. A prefix that goes
+    on there is copied back into the sequence's own blocks, which then count as computed.
     """
 
     def __init__(
-        self, num_blocks: int, tokens_per_block: int, reuse: bool = True, states: StatePool | None = None
+        self,
+        num_blocks: int,
+        tokens_per_block: int,
+        reuse: bool = True,
+        states: StatePool | None = None,
+        store: KvStore | None = None,
+        min_priority: int = 0,
     ) -> None:
         self.tokens_per_block = tokens_per_block
         self._reuse = reuse
         self.states = states
+        self._store, self._min_priority = store, min_priority
+        self._stored_as: dict[int, BlockKey] = {}  # node -> key in the store
+        self._unsaved: dict[int, tuple[int, int | None]] = {}  # block -> retention, until it is copied there
+        self._restoring: list[Restore] = []
         self.num_blocks, self._pages = num_blocks, PageAllocator(num_blocks)
         self._node_of: dict[Key, int] = {}
         self._block_of: dict[int, int] = {}  # node -> block
         self._key_of: dict[int, Key] = {}  # block -> key
-        self._idle = IdleBlocks()  # registered blocks that no sequence uses
+        self._idle: IdleBlocks[int] = IdleBlocks()  # registered blocks that no sequence uses
         self._next_node = 0
 
     @property
@@ -226,6 +247,8 @@ class KvCache:
         num_known = len(self._key_of)
         kv.cross_blocks = self._claim(num_cross)
         self._count_claimed(kv, num_cross, num_known)
+        if self._store is not None:
+            self._restore(sequence, self._store)
         return True
 
     def begin_again(self, sequence: Sequence) -> None:
@@ -306,6 +329,9 @@ class KvCache:
                 self._next_node += 1
                 self._pages.share(block)
                 self._node_of[key], self._block_of[node], self._key_of[block] = node, block, key
+                if self._store is not None:
+                    parent = self._stored_as[nodes[-1]] if nodes else None
+                    self._stored_as[node] = _store_key(self._store, sequence, parent, position * size, size)
             nodes.append(node)
 
     def free(self, sequence: Sequence) -> None:
@@ -319,8 +345,11 @@ class KvCache:
             self._pages.release([block])
             if block in self._key_of and self._pages.references(block) == 1:
                 self._idle.add(block, *self._retention(sequence, index))
+            if self._store is not None and block in self._key_of:
+                self._note_unsaved(block, *self._retention(sequence, index))
         self._pages.release(kv.cross_blocks)
         kv.blocks, kv.nodes, kv.cross_blocks, kv.is_encoded, kv.is_mixed = [], [], [], False, False
+        kv.restore = None
         sequence.num_computed = 0
         if self.states is not None:
             self.states.free(sequence)
@@ -335,6 +364,7 @@ class KvCache:
             makers = (parent.partition(":")[0] if isinstance(parent, str) else "", maker.rpartition(":")[2])
             if parent in gone or digest in makers:
                 gone.add(node)
+                self._unsaved.pop(block, None)
                 if block in self._idle:
                     self._idle.discard(block)
                     self._forget(block)
@@ -370,11 +400,75 @@ class KvCache:
         used = [block for s in sequences for block in s.kv.blocks + s.kv.cross_blocks]
         groups = {id(s.beams): s.beams for s in sequences if s.beams is not None}
         used += [block for group in groups.values() for block in group.reserve]
+        used += [block for restore in self._restoring for block in restore.blocks]
         for block in range(self.num_blocks):
             expected = used.count(block) + (block in self._key_of)
             assert self._pages.references(block) == expected, f"block {block} leaks"
         assert set(self._idle) == {b for b in self._key_of if b not in used}
         assert len(set(used)) + self.num_available == self.num_blocks
+
+    def finish_restores(self) -> int:
+        """Let sequences go on whose blocks were copied back. Returns the tokens in these."""
+        total = 0
+        for restore in [one for one in self._restoring if one.filled.done()]:
+            self._restoring.remove(restore)
+            self._pages.release(restore.blocks)
+            sequence, kv = restore.sequence, restore.sequence.kv
+            if kv.restore is not restore:  # its sequence has ended or was preempted
+                continue
+            kv.restore, count = None, restore.filled.result()
+            sequence.num_computed += count * self.tokens_per_block
+            kv.num_reused, kv.num_reused_tokens = kv.num_reused + count, sequence.num_computed
+            kv.num_claimed, kv.num_new = kv.num_claimed - count, max(0, kv.num_new - count)
+            total += count * self.tokens_per_block
+            self.commit(sequence)
+        return total
+
+    @property
+    def restoring(self) -> list[Restore]:
+        """Of sequences that wait for them."""
+        return [one for one in self._restoring if one.sequence.kv.restore is one]
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether copying back takes so long that the disk may hang. Then no sequence waits for it."""
+        return bool(self._restoring) and time.monotonic() - self._restoring[0].started > STUCK_S
+
+    def wait_for_restore(self, timeout_s: float) -> None:
+        wait([one.filled for one in self._restoring], timeout_s, FIRST_COMPLETED)
+
+    def save_blocks(self, most: int) -> bool:
+        """Copy at most so many blocks to the store. Returns whether there are more."""
+        store = self._store
+        while store is not None and most and self._unsaved and store.is_ready:
+            block = next(iter(self._unsaved))
+            store.save(self._stored_as[self._node_of[self._key_of[block]]], block, *self._unsaved.pop(block))
+            most -= 1
+        return bool(self._unsaved)
+
+    def _restore(self, sequence: Sequence, store: KvStore) -> None:
+        """Start to copy back what the store has of the blocks after those that the sequence shares."""
+        kv, size = sequence.kv, self.tokens_per_block
+        keys: list[BlockKey] = []
+        parent = self._stored_as[kv.nodes[-1]] if kv.nodes else None
+        if self.is_stuck or not self._can_match(sequence):
+            return
+        for start in range(len(kv.nodes) * size, len(sequence.tokens) - sequence.num_draft - size, size):
+            parent = _store_key(store, sequence, parent, start, size)
+            if not store.has(parent):
+                break
+            keys.append(parent)
+        if keys:
+            blocks = kv.blocks[len(kv.nodes) : len(kv.nodes) + len(keys)]
+            for block in blocks:
+                self._pages.share(block)
+            kv.restore = Restore(sequence, blocks, store.restore(keys, blocks))
+            self._restoring.append(kv.restore)
+
+    def _note_unsaved(self, block: int, priority: int, duration_ms: int | None) -> None:
+        key = self._stored_as[self._node_of[self._key_of[block]]]
+        if self._store is not None and priority >= self._min_priority and not self._store.is_saved(key):
+            self._unsaved.setdefault(block, (priority, duration_ms))
 
     def _match(self, sequence: Sequence) -> list[int]:
         nodes: list[int] = []
@@ -432,6 +526,10 @@ class KvCache:
     def _forget(self, block: int) -> None:
         node = self._node_of.pop(self._key_of.pop(block))
         del self._block_of[node]
+        if self._store is not None:
+            key, retention = self._stored_as.pop(node), self._unsaved.pop(block, None)
+            if retention is not None:
+                self._store.save(key, block, *retention)
         if self.states is not None:
             self.states.forget(node)
         self._pages.release([block])
@@ -440,3 +538,11 @@ class KvCache:
 def _key(sequence: Sequence, parent: object, start: int, size: int) -> Key:
     stop = start + size
     return parent, tuple(sequence.tokens[start:stop]), sequence.kv_key_suffix(start, stop)
+
+
+def _store_key(
+    store: KvStore, sequence: Sequence, parent: BlockKey | None, start: int, size: int
+) -> BlockKey:
+    stop = start + size
+    adapter = sequence.kv_key_suffix(start, stop)
+    return store.key(parent, sequence.root, adapter, sequence.tokens[start:stop])

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from manylora.config.engine import EngineConfig
-from manylora.engine.engine import Engine, open_engine
+from manylora.engine.engine import MOST_SAVED, Engine, open_engine
 from manylora.engine.requests import Prepared
 from manylora.engine.sleeping import TAGS
 from manylora.errors import (
@@ -40,6 +40,7 @@ logger = logging.getLogger("manylora")
 Command = Callable[[], None]
 GUIDE_THREADS = 8  # a guide may take seconds to compile
 STATS_S = 0.05
+SAVED_WHILE_BUSY = 2  # KV blocks that are copied to the store each STATS_S
 STUCK_S = 1.0  # how long `close` waits for a thread that is stuck
 
 
@@ -336,6 +337,7 @@ class EngineLoop:
                 if time.monotonic() - self._stats_at > STATS_S:
                     self._take_stats()
                     self._engine.make_ready(lambda: self._idle)
+                    self._engine.save_blocks(SAVED_WHILE_BUSY)
         except BaseException as error:
             if self.death is not None:  # it was declared dead before
                 return
@@ -351,6 +353,8 @@ class EngineLoop:
                 done = self._closing and not self._sinks
             if self.death is not None or (done and self._inbox.empty()):
                 return False
+            while self._inbox.empty() and self._engine.save_blocks(MOST_SAVED):
+                self._turn_at = time.monotonic()
             self._take_stats()
             self._idle = True
             self._engine.make_ready(lambda: self._idle)

@@ -13,7 +13,7 @@ import numpy as np
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.kv_cache import KvCache
-from manylora.engine.sequence import Sequence
+from manylora.engine.sequence import Restore, Sequence
 from manylora.engine.speculation import Speculation
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from manylora.adapters.cache.store import AdapterStore
 
 MIN_SHARED = 128  # tokens that a sequence waits for; fewer are computed in less time than a step takes
+RESTORE_S = 0.005  # how long a step without other work waits for blocks that are copied back
 MAX_PREFETCHED = 8  # waiting sequences whose adapters are copied to the device ahead of time
 # A sequence that waits for space in the adapter cache lets this many later ones pass before it blocks them.
 MAX_OVERTAKES = 64
@@ -115,6 +116,7 @@ class _Round:
     budget: int
     border: int
     chunks: list[Chunk] = field(default_factory=list)
+    restored: list[Chunk] = field(default_factory=list)  # not computed, but copied back
 
     def add(self, sequence: Sequence) -> None:
         """Schedule as much of a sequence as fits. All rows of its encoder come first."""
@@ -140,7 +142,7 @@ class _Round:
     @property
     def long_chunks(self) -> list[Chunk]:
         """Chunks that other sequences may wait for."""
-        return [chunk for chunk in self.chunks if chunk.count >= MIN_SHARED]
+        return [chunk for chunk in (*self.chunks, *self.restored) if chunk.count >= MIN_SHARED]
 
     @property
     def only_decodes(self) -> bool:
@@ -202,6 +204,11 @@ class Scheduler:
         self._still_pinned = {}
         self._in_flight = in_flight or Step(())
         this = _Round(self._config.max_num_tokens, self._config.chunk_tokens)
+        self.num_tokens_reused += self._kv.finish_restores()
+        if self._kv.is_stuck:
+            for restore in self._kv.restoring:
+                self._preempt(restore.sequence, this)
+        this.restored = [self._restored(one) for one in self._kv.restoring]
         run = self._run
         if run is None or not self._repeat(run, this):
             self._run = None
@@ -209,8 +216,10 @@ class Scheduler:
         self._admit(this)
         self._prefetch()
         if not this.chunks:  # nobody is ready: wait for an adapter or a guide within the step
-            for sequence in self.running:
-                if sequence.kv.blocks and not sequence.is_full and not self._lets_pass(sequence, this):
+            if this.restored and in_flight is None:
+                self._kv.wait_for_restore(RESTORE_S)
+            for sequence in [one for one in self.running if one.kv.blocks and one.kv.restore is None]:
+                if not sequence.is_full and not self._lets_pass(sequence, this):
                     this.add(sequence)
         elif self._run is None and len(this.chunks) == len(self.running) and this.only_decodes:
             self._run = run = DecodeRun(self.running, self._kv.tokens_per_block)
@@ -261,7 +270,7 @@ class Scheduler:
         before = sequence.num_computed
         self._kv.begin_again(sequence)
         self.num_tokens_reused += sequence.num_computed - before
-        return False
+        return sequence.kv.restore is not None
 
     def _is_computed_by(self, chunks: list[Chunk], sequence: Sequence) -> bool:
         """Whether one of these chunks computes MIN_SHARED tokens and half of the chunk for this sequence,
@@ -390,6 +399,8 @@ class Scheduler:
             self.running.append(sequence)
             times.first_scheduled_ns = times.first_scheduled_ns or time.monotonic_ns()
             self.num_tokens_reused += sequence.num_computed
+            if sequence.kv.restore is not None:
+                this.restored.append(self._restored(sequence.kv.restore))
             if self._is_loaded(sequence):
                 this.add(sequence)
             computing = this.long_chunks
@@ -411,7 +422,13 @@ class Scheduler:
                 sequence.is_prefetched = True
 
     def _is_loaded(self, sequence: Sequence) -> bool:
-        return sequence.lease is None or self._adapters.is_loaded(sequence.lease)
+        """Whether its adapter and its first blocks are where they are computed with."""
+        arrived = sequence.lease is None or self._adapters.is_loaded(sequence.lease)
+        return arrived and sequence.kv.restore is None
+
+    def _restored(self, restore: Restore) -> Chunk:
+        count = len(restore.blocks) * self._kv.tokens_per_block
+        return Chunk(restore.sequence, restore.sequence.num_computed, count, False)
 
     def _try_blocks(self, sequence: Sequence, this: _Round) -> bool:
         least = sequence.num_due

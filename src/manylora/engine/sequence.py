@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence as Rows
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -72,6 +73,7 @@ class KvBlocks:
     is_mixed: bool = False  # several versions of an adapter computed them: no more blocks are registered
     num_reused: int = 0
     num_reused_tokens: int = 0  # in these
+    restore: Restore | None = None  # it waits for blocks that are copied back
     num_claimed: int = 0  # see `RequestMetrics.kv_taken_blocks`
     num_new: int = 0
     _array: np.ndarray | None = None  # a copy of the first of `blocks`,
@@ -86,6 +88,16 @@ class KvBlocks:
     def replaced(self) -> None:
         """Call this when a block in `blocks` was exchanged for another one."""
         self._array = None
+
+
+@dataclass(eq=False)
+class Restore:
+    """Blocks of a sequence that `KvStore` fills. filled: how many of the first, when it is done."""
+
+    sequence: Sequence
+    blocks: list[int]
+    filled: Future[int]
+    started: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -212,7 +224,8 @@ class Sequence:
             versions = versions[:-1]  # it has generated no token
         self.versions = (*versions, replace(version, start=self.num_output))
         self.next_version = None
-        self.root, self.kv.is_mixed = self._root(), self.num_computed > 0 or self.kv.is_encoded
+        begun = self.num_computed > 0 or self.kv.is_encoded or self.kv.restore is not None
+        self.root, self.kv.is_mixed = self._root(), begun
 
     def _root(self) -> str:
         """Where prefix reuse starts. Of an adapter that acts only later, `kv_key_suffix` has the rest."""

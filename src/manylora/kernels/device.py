@@ -81,12 +81,18 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._device = device
 
-    def start(self, copy: Callable[[], None]) -> torch.Event | None:
-        """Start copies. Returns an event that is set when they are done. None: they already are."""
+    def queued(self) -> torch.Event | None:
+        """An event that is set when the kernels queued so far are done. None: they already are."""
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+    def start(self, copy: Callable[[], None], after: torch.Event | None = None) -> torch.Event | None:
+        """Start copies after an event. Returns one that is set when they are done. None: they are."""
         if self._stream is None:
             copy()
             return None
         with torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
             copy()
         return self._stream.record_event()
 

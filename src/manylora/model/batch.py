@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from manylora.config.model import ModelConfig
@@ -78,3 +80,29 @@ def copy_blocks(kv: KvTensors, source: Tensor, target: Tensor) -> None:
         return
     for layer in kv:
         layer[:, target] = layer[:, source]
+
+
+def num_block_bytes(kv: KvTensors) -> int:
+    """Bytes of one block, over all layers."""
+    return sum(part.nbytes for part in _parts(kv, 0))
+
+
+def copy_block(kv: KvTensors, block: int, data: Tensor, *, store: bool) -> None:
+    """Copy a block's content to data, or, unless `store`, from there. data: [block bytes] uint8, on the host.
+    Nothing is waited for.
+    """
+    start = 0
+    for part in _parts(kv, block):
+        part = part.view(torch.uint8)
+        flat = data[start : start + part.nbytes].view(part.shape)
+        source, target = (part, flat) if store else (flat, part)
+        if part.is_cpu:  # torch would start threads, which compete with those of a step
+            np.copyto(target.numpy(), source.numpy())
+        else:
+            target.copy_(source, non_blocking=True)
+        start += part.nbytes
+
+
+def _parts(kv: KvTensors, block: int) -> list[Tensor]:
+    """What a block has in each tensor."""
+    return [kv[:, :, block]] if isinstance(kv, Tensor) else [layer[:, block] for layer in kv]

@@ -16,6 +16,8 @@ from manylora.system.folders import make_temporary, remove_temporary
 logger = logging.getLogger("manylora")
 
 RETRY_S = 30.0  # before writing again to a disk that failed
+SCAN_S = 10.0  # after which files of other processes are looked for
+MANY = 128  # files that are looked for each time; with more, an eighth of max_bytes is freed at once
 PART = r"(\.part-\d+-\d+)?"  # after the name of a file that is not complete
 
 
@@ -31,7 +33,10 @@ class CopyFolder:
     def __init__(self, max_bytes: int, folder: Path | None, ours: str, what: str) -> None:
         self._max_bytes, self._folder, self._what = max_bytes, folder, what
         self._temporary, self._ours = folder is None, re.compile(ours + PART)
-        self._lock = threading.Lock()  # held while old files are deleted
+        self._lock = threading.Lock()  # held while files are looked for or deleted
+        self._sizes: dict[str, int] = {}  # of the files, the least recently used first, as of the last scan,
+        self._scanned_at = -SCAN_S
+        self.num_bytes = self.num_evicted = 0  # and since then
         self._failing = False
         self._retry_at = 0.0  # after a failure
 
@@ -43,6 +48,19 @@ class CopyFolder:
     def path(self, name: str) -> Path | None:
         """None if nothing was ever written."""
         return None if self._folder is None else self._folder / name
+
+    def knows(self, name: str) -> bool:
+        """Whether there probably is such a file. The disk is not asked."""
+        return name in self._sizes
+
+    @property
+    def is_outdated(self) -> bool:
+        return time.monotonic() - self._scanned_at > SCAN_S
+
+    def scan(self) -> None:
+        """Look for files, also those of other processes."""
+        with self._lock, suppress(OSError):
+            self._scan()
 
     def has(self, name: str) -> bool:
         """Whether there is such a file. It then counts as just used."""
@@ -64,6 +82,7 @@ class CopyFolder:
             part = path.with_name(f"{name}.part-{os.getpid()}-{threading.get_ident()}")
             try:
                 write(part)
+                size = part.stat().st_size
                 part.replace(path)
             except BaseException:
                 with suppress(OSError):
@@ -75,12 +94,17 @@ class CopyFolder:
             if self._failing:
                 logger.warning("%s: copies can be written again", self._what)
             self._failing, self._retry_at = False, 0.0
+            with self._lock:
+                self.num_bytes += size - self._sizes.get(name, 0)
+                self._sizes[name] = size
 
     def remove(self, name: str) -> None:
         path = self.path(name)
         with suppress(OSError):
             if path is not None:
                 path.unlink()
+        with self._lock:
+            self.num_bytes -= self._sizes.pop(name, 0)
 
     def fail(self, reason: str | None) -> None:
         """Log the failure once, until writing works again, and pause: partial copies fill a disk, too."""
@@ -100,15 +124,25 @@ class CopyFolder:
             if self._folder is None:
                 self._folder = make_temporary("adapters")
             self._folder.mkdir(parents=True, exist_ok=True)
-            files = []
-            for entry in os.scandir(self._folder):
-                with suppress(FileNotFoundError):  # another process deleted it first
-                    if self._ours.fullmatch(entry.name):
-                        files.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry.path)))
-            surplus = sum(size for _, size, _ in files) + num_bytes - self._max_bytes
-            for _, size, path in sorted(files):
-                if surplus <= 0:
-                    break
-                path.unlink(missing_ok=True)
-                surplus -= size
+            few = len(self._sizes) < MANY
+            if few or self.is_outdated or self.num_bytes + num_bytes > self._max_bytes:
+                self._scan()
+            if self.num_bytes + num_bytes > self._max_bytes:
+                slack = 0 if few else self._max_bytes // 8
+                for name in list(self._sizes):
+                    if self.num_bytes + num_bytes + slack <= self._max_bytes:
+                        break
+                    (self._folder / name).unlink(missing_ok=True)
+                    self.num_bytes -= self._sizes.pop(name)
+                    self.num_evicted += 1
             return self._folder
+
+    def _scan(self) -> None:
+        assert self._folder is not None
+        files = []
+        for entry in os.scandir(self._folder):
+            with suppress(FileNotFoundError):  # another process deleted it first
+                if self._ours.fullmatch(entry.name):
+                    files.append((entry.stat().st_mtime_ns, entry.name, entry.stat().st_size))
+        self._sizes = {name: size for _, name, size in sorted(files)}
+        self.num_bytes, self._scanned_at = sum(self._sizes.values()), time.monotonic()

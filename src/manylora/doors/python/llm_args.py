@@ -73,8 +73,10 @@ class KvCacheConfig(Options):
 
     enable_block_reuse: compute common prompt prefixes once per adapter. max_tokens: upper bound in tokens.
     free_gpu_memory_fraction: of the device memory left after the weights, in (0, 1]. dtype: auto, or fp8,
-    which equals QuantConfig's kv_cache_quant_algo FP8. Partial reuse and onboarding have no effect here. All
-    other fields are refused if set.
+    which equals QuantConfig's kv_cache_quant_algo FP8. host_cache_size: bytes of host memory for blocks that
+    the device has no room for. disk_cache_path, disk_cache_size: a folder for blocks, which survive a restart
+    there, and its limit in bytes. secondary_offload_min_priority: that blocks need to go there. Partial reuse
+    and onboarding have no effect here. All other fields are refused if set.
     """
 
     enable_block_reuse: bool = EngineConfig.enable_kv_cache_reuse
@@ -83,6 +85,8 @@ class KvCacheConfig(Options):
     sink_token_length: int | None = None
     free_gpu_memory_fraction: float | None = EngineConfig.kv_cache_free_gpu_mem_fraction
     host_cache_size: int | None = None
+    disk_cache_size: int | None = None
+    disk_cache_path: str | Path | None = None
     onboard_blocks: bool = True
     cross_kv_cache_fraction: float | None = None
     secondary_offload_min_priority: int | None = None
@@ -99,6 +103,8 @@ class KvCacheConfig(Options):
                 raise ValueError(
                     f"KvCacheConfig: {name} is not supported, got {getattr(self, name)!r}; leave it out"
                 )
+        if self.disk_cache_size is not None and self.disk_cache_path is None:
+            raise ValueError("KvCacheConfig: disk_cache_size needs disk_cache_path, the folder")
         fraction = self.free_gpu_memory_fraction
         if fraction is not None and not 0 < fraction <= 1:
             raise ValueError(f"free_gpu_memory_fraction must be in (0, 1], got {fraction}")

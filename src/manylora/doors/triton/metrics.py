@@ -45,6 +45,7 @@ GAUGES = {
     "manylora_lora_cache_page_bytes": "Bytes of one page of the LoRA cache",
     "manylora_lora_cache_adapters": "Adapters in the LoRA cache by level",
     "manylora_adapter_resident_bytes": "Bytes of an adapter's pages by level",
+    "manylora_kv_store_bytes": "Bytes of KV blocks in host memory and on disk",
 }
 COUNTERS = {
     "manylora_lora_cache_evictions_total": "Adapters evicted from the LoRA cache by level",
@@ -62,6 +63,9 @@ COUNTERS = {
     "shared, and where it acts",
     "manylora_adapter_cold_loads_total": "Requests that found their adapter beneath the device, by adapter "
     "and tier",
+    "manylora_kv_store_hits_total": "KV blocks that were copied back instead of computed, by level",
+    "manylora_kv_store_evictions_total": "KV blocks evicted from host memory and from disk",
+    "manylora_kv_store_damaged_total": "Files of KV blocks that were damaged, and deleted",
     "manylora_draft_tokens_total": "Tokens of drafts, and those of them accepted",
     "manylora_cuda_graphs_recorded_total": "CUDA graphs that were recorded",
     "manylora_decode_steps_total": "Decode steps on a GPU by how they were launched",
@@ -126,6 +130,16 @@ def engine_samples(stats: EngineStats) -> Iterator[Sample]:
         for level, vllm in (("host", "cpu"), *((("device", "gpu"),) if one.on_device else ())):
             yield Sample("manylora_adapter_resident_bytes", (adapter, ("level", level)), size)
             yield Sample(RESIDENT, (("adapter_name", one.name), ("level", vllm), *facts), 1)
+    kv = stats.kv_store
+    if kv is not None:
+        in_host = kv.host_bytes, kv.host_hits, kv.host_evictions
+        on_disk = kv.disk_bytes, kv.disk_hits, kv.disk_evictions
+        for level, (size, hits, evictions) in (("host", in_host), ("disk", on_disk)):
+            where = ("level", level)
+            yield Sample("manylora_kv_store_bytes", (where,), size)
+            yield Sample("manylora_kv_store_hits_total", (where,), hits)
+            yield Sample("manylora_kv_store_evictions_total", (where,), evictions)
+        yield Sample("manylora_kv_store_damaged_total", (), kv.damaged)
     yield Sample("vllm:num_gpu_loaded_lora_adapters", (), a.device_adapters)
     yield Sample("vllm:num_cpu_loaded_lora_adapters", (), a.host_adapters)
     yield Sample("vllm:max_gpu_lora_adapters", (), a.max_device_adapters)
@@ -220,6 +234,7 @@ def _upstream(stats: EngineStats) -> Iterator[tuple[str, str, list[tuple[str, st
     ]  # fmt: skip
     a = stats.adapters
     engine_bytes, host_bytes = stats.weight_bytes + stats.kv_bytes, a.host_pages * a.page_bytes
+    host_bytes += 0 if stats.kv_store is None else stats.kv_store.host_bytes
     if stats.on_gpu:  # on a CPU the device level only limits pages in use and has no memory
         engine_bytes += a.device_pages * a.page_bytes
     yield MEMORY, "memory_type", [

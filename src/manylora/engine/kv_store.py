@@ -1,0 +1,318 @@
+"""KvStore: copies of full KV blocks beside the device's cache, in host memory and in a folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from manylora.config.engine import EngineConfig
+from manylora.config.model_folder import weight_files
+from manylora.config.settings import read_json
+from manylora.engine.idle_blocks import DEFAULT_PRIORITY, IdleBlocks
+from manylora.errors import ConfigError
+from manylora.kernels.device import CopyStream, host_tensor
+from manylora.model.batch import KvTensors, copy_block, num_block_bytes
+from manylora.stats import KvStoreStats
+from manylora.system.copies import CopyFolder
+from manylora.system.threads import lower_priority
+
+logger = logging.getLogger("manylora")
+
+MAGIC = b"manylora KV 1\n"
+OURS = r"[0-9a-f]{64}\.kv"  # files that may be deleted in the folder
+DIGESTS = "checkpoints.json"  # in the folder: digests of weight files that were read before
+PASSING = 32  # blocks in host memory on their way to the disk, if no more were asked for
+CHUNK = 2**24  # bytes of weights that are digested at a time
+CLOSE_S = 10.0  # how long the end of a process waits for the disk
+READERS = 2
+
+
+@dataclass(frozen=True)
+class BlockKey:
+    """header: all that determines the content of a block, as JSON: what computed it, the name of the block
+    before it or the root of its sequence, and its tokens. name: the digest of that.
+    """
+
+    name: str
+    header: bytes
+
+
+class _Copy:
+    """A block in host memory, which is free again when nobody refers to this. event: of the copy from the
+    device.
+    """
+
+    def __init__(self, memory: Tensor, free: deque[int]) -> None:
+        slot = free.pop()
+        self.data = memory[slot]
+        self.event: torch.Event | None = None
+        weakref.finalize(self, free.append, slot).atexit = False
+
+    def wait(self) -> Tensor:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.data
+
+
+class KvStore:
+    """Copies of full blocks of `kv`, [block bytes] uint8 each, by `BlockKey`.
+
+    Blocks are copied to host memory, in slots allocated at the start, by priority and least recently used.
+    From there they are written to the folder, if there is one, where they survive the process. The engine's
+    thread calls the methods and never waits for the disk. What is read is compared with its key and its
+    checksum; what differs is deleted and counts as absent.
+
+    made_by: everything else that determines the content of blocks. Raises ConfigError.
+    """
+
+    def __init__(
+        self, kv: KvTensors, device: torch.device, config: EngineConfig, made_by: Sequence[object]
+    ) -> None:
+        self._kv, self._device, self._block_bytes = kv, device, num_block_bytes(kv)
+        num_slots = config.kv_cache_host_memory_bytes // self._block_bytes
+        if config.kv_cache_host_memory_bytes and not num_slots:
+            raise ConfigError(
+                f"kv_cache_host_memory_bytes {config.kv_cache_host_memory_bytes} holds no block: one of "
+                f"{config.tokens_per_block} tokens takes {self._block_bytes} bytes"
+            )
+        self._keeps_read = bool(num_slots)
+        self._files: CopyFolder | None = None
+        made_by = [*made_by, self._block_bytes]
+        if config.kv_disk_cache_dir is not None:
+            num_slots = max(num_slots, PASSING)
+            folder = _open_folder(config.kv_disk_cache_dir)
+            made_by.append(_digest_checkpoint(config.model_dir, folder / DIGESTS))
+            self._files = CopyFolder(config.kv_disk_cache_bytes, folder, OURS, "KV disk cache")
+            self._files.scan()
+        self._made_by = blake3(repr(made_by).encode()).hexdigest()
+        self._memory = host_tensor((num_slots, self._block_bytes), torch.uint8, device)
+        self._free = deque(range(num_slots))
+        self._most_pending = -(-num_slots // 2) if self._keeps_read else num_slots
+        self._copies = CopyStream(device)
+        self._lock = threading.Lock()  # held while these change
+        self._held: dict[str, tuple[BlockKey, _Copy]] = {}  # blocks in host memory,
+        self._order: IdleBlocks[str] = IdleBlocks()  # and which is evicted next
+        self._counts: Counter[str] = Counter()
+        self._writing: set[Future[None]] = set()
+        self._scanning: Future[None] | None = None
+        self._writer = ThreadPoolExecutor(1, "manylora-kv-write", lower_priority)
+        self._readers = ThreadPoolExecutor(READERS, "manylora-kv-read")
+
+    def key(self, parent: BlockKey | None, root: str, adapter: str, tokens: Sequence[int]) -> BlockKey:
+        """The key of a block after `parent`, None: the first one. root, adapter: `Sequence.root` and
+        `kv_key_suffix`.
+        """
+        before = {"root": root} if parent is None else {"after": parent.name}
+        header = json.dumps({"by": self._made_by, **before, "adapter": adapter, "tokens": list(tokens)})
+        return BlockKey(blake3(header.encode()).hexdigest(), header.encode())
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether there probably is a copy."""
+        return key.name in self._held or self.is_saved(key)
+
+    def is_saved(self, key: BlockKey) -> bool:
+        """Whether there probably is a copy on the disk or, without one, in host memory."""
+        files = self._files
+        if files is None:
+            return key.name in self._held
+        if files.is_outdated and (self._scanning is None or self._scanning.done()):
+            self._scanning = self._writer.submit(files.scan)
+        return files.knows(f"{key.name}.kv")
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the disk keeps up with `save`."""
+        return len(self._writing) < self._most_pending
+
+    def save(self, key: BlockKey, block: int, priority: int, duration_ms: int | None) -> None:
+        """Copy a block, whose content is complete when the work queued on the device is done."""
+        held = self._held.get(key.name)
+        copy = self._claim() if held is None else held[1]
+        if copy is None:
+            return
+        if held is None:
+            copy_block(self._kv, block, copy.data, store=True)
+            copy.event = self._copies.queued()
+            self._hold(key, copy, priority, duration_ms)
+        if self._files is not None and self.is_ready and not self.is_saved(key):
+            future = self._writer.submit(self._write, key, copy)
+            self._writing.add(future)
+            future.add_done_callback(self._writing.discard)
+
+    def restore(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> Future[int]:
+        """Start to fill blocks, which nobody else may use meanwhile. The result: how many of the first are
+        filled. The rest are absent after all.
+        """
+        return self._readers.submit(self._fill, keys, blocks, self._copies.queued())
+
+    def stats(self) -> KvStoreStats:
+        files, counts = self._files, self._counts
+        return KvStoreStats(
+            host_bytes=len(self._held) * self._block_bytes,
+            disk_bytes=files.num_bytes if files is not None else 0,
+            host_hits=counts["found"] - counts["disk"],
+            disk_hits=counts["disk"],
+            host_evictions=counts["evicted"],
+            disk_evictions=files.num_evicted if files is not None else 0,
+            damaged=counts["damaged"],
+        )
+
+    def close(self) -> None:
+        """Wait for writes, CLOSE_S at most, and end the threads. Idempotent."""
+        self._readers.shutdown(wait=True, cancel_futures=True)
+        wait(set(self._writing), CLOSE_S)
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def _claim(self) -> _Copy | None:
+        """Memory for one more block. None: what has it is still being read or written."""
+        with self._lock:
+            while not self._free and self._held:
+                self._held.pop(self._order.pop())[1].wait()
+                self._counts["evicted"] += 1
+            return _Copy(self._memory, self._free) if self._free else None
+
+    def _hold(self, key: BlockKey, copy: _Copy, priority: int, duration_ms: int | None = None) -> None:
+        with self._lock:
+            self._order.discard(key.name)
+            self._order.add(key.name, priority, duration_ms)
+            self._held[key.name] = key, copy
+
+    # Methods of the other threads.
+
+    def _fill(self, keys: Sequence[BlockKey], blocks: Sequence[int], start: torch.Event | None) -> int:
+        sources: list[tuple[object, Tensor]] = []  # on a GPU they stay until the copies are done
+        count = 0
+
+        def write() -> None:
+            copy_block(self._kv, blocks[count], sources[-1][1], store=False)
+
+        try:
+            for key in keys:
+                found = self._find(key)
+                if found is None:
+                    break
+                sources = [*sources, found] if self._device.type == "cuda" else [found]
+                self._copies.start(write, start)
+                count += 1
+        except Exception:
+            logger.exception("KV blocks could not be copied back")
+        self._copies.finish()
+        with self._lock:
+            self._counts["found"] += count
+            for key in reversed(keys[:count]):  # of a prompt the last blocks are evicted first
+                if key.name in self._held:
+                    self._order.refresh(key.name)
+        return count
+
+    def _find(self, key: BlockKey) -> tuple[object, Tensor] | None:
+        """The copy of a block, and what keeps its memory."""
+        with self._lock:
+            held = self._held.get(key.name)
+        if held is not None and held[0].header == key.header:
+            return held[1], held[1].wait()
+        copy = self._claim()
+        data = torch.empty(self._block_bytes, dtype=torch.uint8) if copy is None else copy.data
+        if not self._read(key, data):
+            return None
+        with self._lock:
+            self._counts["disk"] += 1
+        if copy is not None and self._keeps_read:
+            self._hold(key, copy, DEFAULT_PRIORITY)
+        return copy, data
+
+    def _write(self, key: BlockKey, copy: _Copy) -> None:
+        assert self._files is not None
+        data = copy.wait().numpy().data
+
+        def write(path: Path) -> None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+                file.write(_start(key, data))
+                file.write(data)
+
+        self._files.put(f"{key.name}.kv", len(_start(key, b"")) + len(data), write)
+
+    def _read(self, key: BlockKey, data: Tensor) -> bool:
+        """Fill `data` from a file of this user with exactly this key, whose checksum is right."""
+        files, name = self._files, f"{key.name}.kv"
+        path = files.path(name) if files is not None else None
+        if files is None or path is None:
+            return False
+        if not files.has(name):
+            files.remove(name)
+            return False
+        view, flags = data.numpy().data, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        reason = "it is damaged, of another content, or another user's"
+        try:
+            with os.fdopen(os.open(path, flags), "rb") as file:
+                about, expected = os.fstat(file.fileno()), len(_start(key, b"")) + len(view)
+                if about.st_uid == os.geteuid() and about.st_size == expected:
+                    start = file.read(expected - len(view))
+                    if file.readinto(view) == len(view) and start == _start(key, view):
+                        return True
+        except OSError as error:
+            reason = str(error.strerror)
+        logger.warning("KV disk cache: %s is computed again: %s", name, reason)
+        self._counts["damaged"] += 1
+        files.remove(name)
+        return False
+
+
+def _start(key: BlockKey, data: bytes | memoryview) -> bytes:
+    """What a file has before the data."""
+    checksum = blake3(key.header).update(data).digest()
+    return MAGIC + len(key.header).to_bytes(4, "little") + key.header + checksum
+
+
+def _open_folder(folder: Path) -> Path:
+    """Raises ConfigError."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"kv_disk_cache_dir {folder} cannot be made: {error.strerror}") from error
+    return folder
+
+
+def _digest_checkpoint(folder: Path, known: Path) -> str:
+    """Digest of the settings and weights in a model's folder. Weights are read unless `known`, a file, has
+    their digests and they have not changed since.
+    """
+    own = known.is_file() and known.stat().st_uid == os.geteuid()
+    before, digest = (read_json(known) if own else None) or {}, blake3()
+    for path in sorted(folder.glob("*config.json")):
+        if not path.name.startswith(("generation_", "tokenizer_")):
+            digest.update(path.read_bytes())
+    for path in weight_files(folder):
+        about = path.stat()
+        state = [about.st_size, about.st_ino, about.st_mtime_ns, about.st_ctime_ns]
+        found = before.get(str(path.resolve()))
+        if not isinstance(found, list) or found[:-1] != state:
+            found = [*state, _digest_file(path)]
+        before[str(path.resolve())] = found
+        digest.update(f"{path.name} {found[-1]}\n".encode())
+    with suppress(OSError):
+        part = known.with_name(f"{known.name}.part-{os.getpid()}")
+        part.write_text(json.dumps(before), encoding="utf-8")
+        part.replace(known)
+    return digest.hexdigest()
+
+
+def _digest_file(path: Path) -> str:
+    digest, buffer = blake3(max_threads=blake3.AUTO), bytearray(CHUNK)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()

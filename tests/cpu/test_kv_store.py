@@ -102,6 +102,26 @@ def test_evicted_blocks_come_back_from_host_memory_within_its_bound(world: World
     small.close()
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_blocks_come_back_after_sleep_unless_the_weights_were_read_again(
+    world: World, tmp_path: Path, level: int
+) -> None:
+    stays = tmp_path / "model"
+    shutil.copytree(world.model, stays)
+    engine = Engine(
+        EngineConfig(stays, "cpu", "float32", tokens_per_block=SIZE, kv_cache_host_memory_bytes=2**20)
+    )
+    assert ask(engine, world.requests[0])[0] == world.answers[0]
+    engine.sleep(level)
+    if level == 2:
+        other = make_model(tmp_path / "other", seed=2)
+        shutil.copy(other / "model.safetensors", stays / "model.safetensors")
+    assert engine.wake_up({"weights", "kv_cache"})
+    found, reused = ask(engine, world.requests[0])
+    assert (found == world.answers[0], reused) == ((True, WHOLE) if level == 1 else (False, 0))
+    engine.close()
+
+
 def test_another_checkpoint_or_dtype_finds_nothing(world: World, tmp_path: Path) -> None:
     request = world.requests[0]
     for model, dtype, expected in (

@@ -210,11 +210,13 @@ class Engine:
     def wake_up(self, tags: set[str]) -> bool:
         """Get the memory of these TAGS back. Whether requests can be served again. Raises ConfigError."""
         if self._sleep is not None and (parts := self._sleep.wake(tags)) is not None:
-            self._sleep = self._stats_asleep = None
-            self._take_parts(parts)
+            reloaded, self._sleep, self._stats_asleep = self._sleep.level == 2, None, None
+            self._take_parts(parts, reloaded)
         return self._sleep is None
 
-    def _take_parts(self, parts: EngineParts) -> None:
+    def _take_parts(self, parts: EngineParts, reloaded: bool = False) -> None:
+        if parts.store is not None:
+            parts.store.use(parts.kv, reloaded=reloaded)
         self._parts, self._runner = parts, parts.runner
         self._maker = SequenceMaker(self.config, parts, self._scheduler.speculation)
 

@@ -81,7 +81,8 @@ class KvStore:
     def __init__(
         self, kv: KvTensors, device: torch.device, config: EngineConfig, made_by: Sequence[object]
     ) -> None:
-        self._kv, self._device, self._block_bytes = kv, device, num_block_bytes(kv)
+        self._kv: KvTensors | None = kv
+        self._device, self._block_bytes = device, num_block_bytes(kv)
         num_slots = config.kv_cache_host_memory_bytes // self._block_bytes
         if config.kv_cache_host_memory_bytes and not num_slots:
             raise ConfigError(
@@ -90,14 +91,13 @@ class KvStore:
             )
         self._keeps_read = bool(num_slots)
         self._files: CopyFolder | None = None
-        made_by = [*made_by, self._block_bytes]
+        self._config, self._parts = config, made_by
         if config.kv_disk_cache_dir is not None:
             num_slots = max(num_slots, PASSING)
             folder = _open_folder(config.kv_disk_cache_dir)
-            made_by.append(_digest_checkpoint(config.model_dir, folder / DIGESTS))
             self._files = CopyFolder(config.kv_disk_cache_bytes, folder, OURS, "KV disk cache")
             self._files.scan()
-        self._made_by = blake3(repr(made_by).encode()).hexdigest()
+        self._made_by = self._identity()
         self._memory = host_tensor((num_slots, self._block_bytes), torch.uint8, device)
         self._free = deque(range(num_slots))
         self._most_pending = -(-num_slots // 2) if self._keeps_read else num_slots
@@ -110,6 +110,19 @@ class KvStore:
         self._scanning: Future[None] | None = None
         self._writer = ThreadPoolExecutor(1, "manylora-kv-write", lower_priority)
         self._readers = ThreadPoolExecutor(READERS, "manylora-kv-read")
+
+    def use(self, kv: KvTensors | None, *, reloaded: bool) -> None:
+        """Copy blocks of other tensors from now on; None: of none, until the next call. reloaded: the weights
+        may have changed since, so what host memory holds is of no use.
+        """
+        for _, copy in self._held.values():
+            copy.wait()
+        self._kv = kv
+        if reloaded:
+            with self._lock:
+                self._held.clear()
+                self._order = IdleBlocks()
+            self._made_by = self._identity()
 
     def key(self, parent: BlockKey | None, root: str, adapter: str, tokens: Sequence[int]) -> BlockKey:
         """The key of a block after `parent`, None: the first one. root, adapter: `Sequence.root` and
@@ -144,6 +157,7 @@ class KvStore:
         if copy is None:
             return
         if held is None:
+            assert self._kv is not None
             copy_block(self._kv, block, copy.data, store=True)
             copy.event = self._copies.queued()
             self._hold(key, copy, priority, duration_ms)
@@ -176,6 +190,13 @@ class KvStore:
         wait(set(self._writing), CLOSE_S)
         self._writer.shutdown(wait=False, cancel_futures=True)
 
+    def _identity(self) -> str:
+        """Digest of all that determines the content of blocks beside their sequence and adapter."""
+        parts, folder = [*self._parts, self._block_bytes], self._config.kv_disk_cache_dir
+        if folder is not None:
+            parts.append(_digest_checkpoint(self._config.model_dir, folder / DIGESTS))
+        return blake3(repr(parts).encode()).hexdigest()
+
     def _claim(self) -> _Copy | None:
         """Memory for one more block. None: what has it is still being read or written."""
         with self._lock:
@@ -197,6 +218,7 @@ class KvStore:
         count = 0
 
         def write() -> None:
+            assert self._kv is not None
             copy_block(self._kv, blocks[count], sources[-1][1], store=False)
 
         try:

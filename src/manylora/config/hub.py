@@ -23,6 +23,8 @@ from manylora.system.progress import Progress, size
 logger = logging.getLogger("manylora")
 
 ID = re.compile(r"(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?:@([\w./-]{1,200}))?", re.ASCII)
+HUB = "hf://"  # before an id that is not to be taken for a path
+COMMIT = re.compile(r"[0-9a-f]{40}\b")
 MODEL_FILES = ("*.json", "*.jinja", "*.safetensors")
 ADAPTER_FILES = ("*.json", "*.jinja", "adapter_model*.safetensors", "*.npy")
 # Subfolders hold other formats, except those of sentence-transformers, such as 1_Pooling. consolidated.*
@@ -55,32 +57,63 @@ def model_folder(path: Path) -> Path:
     return gguf_folder(path) if is_gguf(path) else path
 
 
-def local_adapter(given: str | Path, revision: str | None = None, cache: Path | None = None) -> Path:
-    """As `local_model`, for the folder or file of an adapter."""
-    return _local(given, revision, cache, ADAPTER_FILES)
+def local_adapter(
+    given: str | Path, revision: str | None = None, cache: Path | None = None, most: int | None = None
+) -> Path:
+    """As `local_model`, for the folder or file of an adapter. most: bytes to download."""
+    return _local(given, revision, cache, ADAPTER_FILES, most)
 
 
-def _local(given: str | Path, revision: str | None, cache: Path | None, files: tuple[str, ...]) -> Path:
-    path = Path(given).expanduser()
-    if path.exists() or not is_hub_id(given):
+def hub_cache(given: Path | None) -> Path:
+    """The folder of downloads. given: the one to use; None: that of HF_HOME."""
+    from huggingface_hub import constants
+
+    return Path(given or constants.HF_HUB_CACHE).expanduser()
+
+
+def model_revision(folder: Path) -> str | None:
+    """The commit of a folder that the hub's cache or `hf download --local-dir` made; None: unknown."""
+    if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):
+        return folder.name
+    try:
+        told = (folder / ".cache" / "huggingface" / "download" / "config.json.metadata").read_text()
+    except (OSError, ValueError):
+        return None
+    found = COMMIT.match(told)
+    return found[0] if found else None
+
+
+def _local(
+    given: str | Path,
+    revision: str | None,
+    cache: Path | None,
+    files: tuple[str, ...],
+    most: int | None = None,
+) -> Path:
+    path, name = Path(given).expanduser(), str(given).removeprefix(HUB)
+    if name != str(given) and not ID.fullmatch(name):
+        raise ConfigError(f"{given} is no id of the hub: give {HUB}org/name, with @revision if need be")
+    if name == str(given) and (path.exists() or not is_hub_id(given)):
         if revision is not None:
             raise ConfigError(f"revision {revision!r} is for an id of the hub, org/name: {given} is a path")
         return path
-    name, _, own = str(given).partition("@")
+    name, _, own = name.partition("@")
     if own and revision not in (None, own):
         raise ConfigError(f"{given} names the revision {own}, and revision is {revision}: give one of them")
     revision = own or revision
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()  # our own is also shown in logs
-    place = Path(cache or constants.HF_HUB_CACHE).expanduser()
+    place = hub_cache(cache)
     patterns = {"allow_patterns": list(files), "ignore_patterns": list(NOT_READ)}
     get: Callable[..., Any] = partial(snapshot_download, name, revision=revision, cache_dir=place, **patterns)
     shown = name if revision is None else f"{name}@{revision}"
     try:
         todo = sum(one.file_size for one in get(dry_run=True) if one.will_download)
+        if most is not None and todo > most:
+            raise ConfigError(f"{shown} has {size(todo)}, at most {size(most)} are downloaded")
         return Path(_download(get, shown, place, todo) if todo else get())
     except DryRunError as error:  # no network or no access: the cache may be enough
         cause = error.__cause__ or error

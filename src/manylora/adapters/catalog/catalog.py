@@ -33,9 +33,11 @@ from manylora.adapters.catalog.levels import DiskLevel
 from manylora.adapters.catalog.names import MAX_ALIASES, Aliases, Versions, name_problem
 from manylora.adapters.catalog.reader import AdapterReader
 from manylora.adapters.catalog.uploads import Uploads
+from manylora.adapters.remote.files import SourceError
+from manylora.adapters.remote.resolver import AdapterSources, Located, is_url
 from manylora.adapters.tensors import Adapter, FileAdapter
 from manylora.adapters.text.adapter_text import AdapterTexts
-from manylora.errors import AdapterError, printable
+from manylora.errors import AdapterError, ConfigError, printable
 from manylora.generation.defaults import OwnText
 from manylora.system.waits import cancel_and_wait
 
@@ -64,6 +66,7 @@ class AdapterCatalog:
     uploads:    uploaded adapters, whose paths no client may name. If they are shared with other servers,
                 their files are read again only when `put` or `load` is called, and what nobody used for its
                 time to live is unloaded by `SharedAdapters`.
+    sources:    downloads what a request may name by URL.
     """
 
     def __init__(
@@ -83,7 +86,9 @@ class AdapterCatalog:
         aliases: Mapping[str, str] = NO_ALIASES,
         versions: Versions | None = None,
         uploads: Uploads | None = None,
+        sources: AdapterSources | None = None,
     ) -> None:
+        self._sources = sources or AdapterSources()
         self._roots = [root.resolve() for root in roots]
         self._allowed = [*self._roots, *(root.resolve() for root in allowed)]
         self._uploads = uploads
@@ -98,7 +103,8 @@ class AdapterCatalog:
         self._entries: dict[str, AdapterEntry] = {}
         self._leaving: list[AdapterEntry] = []  # withdrawn, with requests under way
         self.unloaded: dict[str, Fingerprint] = {}
-        within = reader.within([*self._allowed, *self._sent, *folders_of(named.values())])
+        here = [*self._allowed, *self._sent, *self._sources.roots]
+        within = reader.within([*here, *folders_of(named.values())])
         quiet_s = min(MAX_QUIET_S, refresh_s / 4)
         disk = disk or DiskLevel(0)
         self._reader = EntryReader(self._entries, within, texts, self.versions, quiet_s, keep_bytes, disk)
@@ -151,6 +157,12 @@ class AdapterCatalog:
 
         Raises CatalogError, the same one for a path outside and for one where nothing is.
         """
+        if is_url(given):
+            named = [entry.name for entry in self._entries.values() if entry.source == given]
+            if not named:
+                text = "lora_path: no adapter was loaded from there: POST /v1/load_lora_adapter loads it"
+                raise CatalogError("adapter_not_found", text, "lora_path")
+            return named[0]
         path, root = self._path_below(given)
         for entry in self._entries.values():
             if entry.path == path:
@@ -171,6 +183,18 @@ class AdapterCatalog:
             reason += "--lora-root or --lora-allowed-path, absolute or relative to that folder"
             raise CatalogError("adapter_not_found", reason, "lora_path")
         return found
+
+    async def _download(self, given: str) -> Located:
+        """Raises CatalogError."""
+        locate = partial(self._sources.locate, given, by_request=True)
+        try:
+            return await asyncio.wrap_future(self._sources.in_background(locate))
+        except ConfigError as error:
+            code, retry_after = "adapter_broken", None
+            if isinstance(error, SourceError) and (error.missing or error.passing):
+                code = "adapter_not_found" if error.missing else "adapter_unreadable"
+                retry_after = None if error.missing else 1
+            raise CatalogError(code, f"lora_path: {error}", "lora_path", retry_after) from error
 
     async def version(self, name: str, *, fresh: bool = False) -> Version:
         """The current version of an adapter; waits for its first reading. fresh: checks its files now.
@@ -262,14 +286,22 @@ class AdapterCatalog:
         terms: Terms | None = None,
         number: int = 0,
     ) -> Version:
-        """Add an adapter on request. move: called with its path and its digest once it was read; returns its
-        final path. number: of this version; 0: the next one. Raises CatalogError; then nothing has changed.
+        """Add an adapter on request. given: a path or URL. move: called with its path and its digest once it
+        was read; returns its final path. number: of this version; 0: the next one. Raises CatalogError; then
+        nothing has changed.
         """
-        path, _ = self._path_below(given, self._sent)
+        located, path = None, Path() if is_url(given) else self._path_below(given, self._sent)[0]
+        if is_url(given) and not self._sources.allows(given):
+            text = "lora_path: requests may name plain URLs below those of --lora-allowed-source only"
+            raise CatalogError("not_allowed", text, "lora_path")
         self.check_new(name, replace=replace)
+        if is_url(given):
+            located = await self._download(given)
+            path = located.path
+            self.check_new(name, replace=replace)  # another may have come meanwhile
         old = self._entries.get(name)
         found = await self._reader.on_thread(fingerprint, path)
-        entry = AdapterEntry(name, path, False, found, terms=terms or Terms())
+        entry = AdapterEntry(name, path, False, found, terms=terms or Terms(), located=located)
         read = await self._reader.read(entry)
         if move is not None:
             self.check_new(name, replace=replace)  # another may have come while this was read

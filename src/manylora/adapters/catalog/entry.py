@@ -21,6 +21,7 @@ from manylora.adapters.catalog.levels import DiskLevel, MemoryLevel
 from manylora.adapters.catalog.library import task_id_of
 from manylora.adapters.catalog.names import Versions
 from manylora.adapters.catalog.reader import AdapterFacts, AdapterReader, ReadAdapter
+from manylora.adapters.remote.resolver import Located
 from manylora.adapters.tensors import Adapter, FileAdapter
 from manylora.adapters.text.adapter_text import AdapterText, AdapterTexts
 from manylora.errors import AdapterError, RequestError
@@ -97,7 +98,9 @@ class Terms:
 
 @dataclass(eq=False)
 class AdapterEntry:
-    """A name. version: the version that is served, the last good one. problem: why there is no newer one."""
+    """A name. version: the version that is served, the last good one. problem: why there is no newer one.
+    located: where it was downloaded from; None: its files were here.
+    """
 
     name: str
     path: Path
@@ -109,10 +112,16 @@ class AdapterEntry:
     problem: CatalogError | None = None
     missing_since: float | None = None
     terms: Terms = field(default_factory=Terms)
+    located: Located | None = None
     used_at: float = field(default_factory=time.monotonic)  # when the last request started or ended
     num_open: int = 0  # running requests
     reading: asyncio.Task[ReadAdapter] | None = None
     closed: asyncio.Event = field(default_factory=asyncio.Event)  # unloaded, and no requests are left
+
+    @property
+    def source(self) -> str:
+        """Its URL without credentials; "": its files were here."""
+        return self.located.source if self.located is not None else ""
 
     @property
     def file_bytes(self) -> int:

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from manylora.adapters.remote.resolver import AdapterSources, Located, is_url
 from manylora.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
@@ -20,6 +21,8 @@ MAX_FOLDERS = 5  # of a name; a scan of a folder looks as deep
 MAX_ALIASES = 65536
 LATEST = ":latest"  # the tag that Ollama's clients add to any name
 MAX_NAMES = 2**16  # whose versions are known
+
+_located: list[Located] = []  # keeps downloads for this process
 
 
 class Versions:
@@ -133,7 +136,9 @@ def name_problem(name: str, bases: Sequence[str] = ()) -> str:
 
 
 def read_names(file: Path) -> dict[str, Path]:
-    """A relative path is looked up beside the file, then in the working directory. Raises ConfigError."""
+    """A relative path is looked up beside the file, then in the working directory. What is at a URL is
+    downloaded. Raises ConfigError.
+    """
     try:
         is_large = file.stat().st_size > MAX_BYTES
         given = None if is_large else json.loads(file.read_text(encoding="utf-8"))
@@ -151,7 +156,9 @@ def read_names(file: Path) -> dict[str, Path]:
             raise ConfigError(f"{file}: {name!r:.140} must be a name of an adapter, with its folder as text")
         beside = file.resolve().parent / folder
         found[name] = beside if beside.is_dir() else Path(folder).absolute()
-    return found
+    urls = {name: folder for name, folder in given.items() if is_url(folder)}
+    _located.extend(located := AdapterSources().locate_all([(url, None) for url in urls.values()]))
+    return found | {name: one.path for name, one in zip(urls, located, strict=True)}
 
 
 class Aliases(dict[str, str]):

@@ -15,8 +15,9 @@ from pathlib import Path
 from manylora.adapters.bounds import Bounds
 from manylora.adapters.catalog.files import Fingerprint, fingerprint, is_settled
 from manylora.adapters.extras import HEAD
+from manylora.adapters.formats.manifest import check_manifest
 from manylora.adapters.formats.read_options import DEFAULT, ReadOptions
-from manylora.adapters.formats.safe_files import is_plain, open_plain
+from manylora.adapters.formats.safe_files import is_folder, is_plain, open_plain
 from manylora.adapters.formats.sources import Source, find_source, read_lora, read_whole
 from manylora.adapters.rules import NOTHING, AdapterRules
 from manylora.adapters.tensors import Adapter, FileAdapter, FileRows, type_name
@@ -113,9 +114,14 @@ class AdapterReader:
             known = self._known.get(path)
         return known if known is not None and fingerprint(path) == known.files else None
 
+    def _check_manifest(self, path: Path) -> bool:
+        base = self._options.base
+        return check_manifest(path, self._options.bounds, None if base is None else base.model_dir)
+
     def _read(self, path: Path, source: Source) -> ReadAdapter:
         known = self._unchanged(path)
         now, before = time.time_ns(), fingerprint(path)
+        has_manifest = known is None and is_folder(path) and self._check_manifest(path)
         notes: list[str] = []
         rows, digest = None, known.digest if known else None
         if source.kind in SOURCES_WITH_ROWS:
@@ -124,6 +130,8 @@ class AdapterReader:
         else:
             adapter = self._rules.check(read_lora(source, 0, self._options))
         after = fingerprint(path)
+        if has_manifest and before != after:
+            raise AdapterChangedError(path.name)
         if known is not None:
             if after == known.files:
                 return ReadAdapter(adapter, known.facts)

@@ -23,6 +23,7 @@ from manylora.adapters.catalog.uploads import (
     stamp_of,
     unwritable,
 )
+from manylora.adapters.remote.resolver import is_url
 from manylora.errors import RequestError
 from manylora.system.waits import cancel_and_wait
 
@@ -164,7 +165,7 @@ class SharedAdapters:
             return Kept("sent", entry.terms, version=number, digest=digest)
         if entry.scanned:
             return Kept("found", entry.terms)
-        return Kept("path", entry.terms, str(entry.path), number, digest)
+        return Kept("path", entry.terms, entry.source or str(entry.path), number, digest)
 
     async def _follow(self, *, at_once: bool = True) -> None:
         """at_once: read new adapters now rather than at the first request."""
@@ -209,15 +210,17 @@ class SharedAdapters:
             if entry is not None:
                 entry.terms = replace(kept.terms)
         else:
+            is_here = not is_url(kept.target)
             path = sent_file(self._folder, name) if kept.kind == "sent" else Path(kept.target)
-            version = entry.version if entry is not None and entry.path == path.resolve() else None
+            same = entry and (entry.path == path.resolve() if is_here else entry.source == kept.target)
+            version = entry.version if entry is not None and same else None
             if entry is not None and version is not None and version.digest == kept.digest:
                 entry.terms = replace(kept.terms)
-            elif entry is None and not at_once:
+            elif entry is None and not at_once and is_here:
                 catalog.put(name, path, replace(kept.terms))
                 catalog.versions.seed(name, kept.version, kept.digest)
             else:
-                await self._load(name, kept, str(path))
+                await self._load(name, kept, str(path) if is_here else kept.target)
 
     async def _load(self, name: str, kept: Kept, path: str) -> None:
         for _ in range(TRIES):

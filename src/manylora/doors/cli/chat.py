@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from manylora.config.hub import is_hub_id
+from manylora.adapters.remote.resolver import is_remote
 from manylora.errors import ConfigError, RequestError
 from manylora.system.command_line import Parser
 
@@ -266,7 +266,7 @@ def _adapter(given: str, below_root: bool) -> tuple[str, str]:
     name, equals, path = given.partition("=")
     if equals:
         return name, path
-    if Path(given).exists() or (is_hub_id(given) and not below_root):
+    if Path(given).exists() or (is_remote(given) and not below_root):
         return Path(given).resolve().name, given
     if not below_root:
         raise ConfigError(f"--lora {given} does not exist: give NAME=PATH, or --lora-root FOLDER too")

@@ -14,6 +14,7 @@ from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.adapters.formats.npy import write_llgtrt, write_npy
 from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.modules import lora_modules
+from manylora.adapters.remote.resolver import AdapterSources
 from manylora.config.hub import model_folder
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.model.checkpoint import read_model_config
@@ -23,7 +24,7 @@ from manylora.system.command_line import Parser
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="manylora convert", description=__doc__)
     add = parser.add_argument
-    add("-i", "--input", type=Path, required=True, help="adapter folder or file")
+    add("-i", "--input", required=True, help="adapter folder, file, hub id or URL")
     add("-o", "--output", type=Path, required=True, help="output folder (npy) or file (llgtrt)")
     add("--to", choices=("llgtrt", "npy"), default="npy")
     add("--storage-type", choices=STORAGE_TYPES, help="default: the adapter's own dtype")
@@ -59,7 +60,8 @@ def _read(options: argparse.Namespace, invocation: list[int] | None) -> tuple[np
         modules = lora_modules(model)
     bounds = Bounds.of_any_rank(modules, model.num_layers) if model and modules else ANY_MODEL
     read = ReadOptions(modules, base, bounds, text_only=options.lora_text_only)
-    return convert_source(options.input, options.storage_type, read, invocation)
+    located = AdapterSources().locate(options.input)
+    return convert_source(located.path, options.storage_type, read, invocation)
 
 
 def _fail(message: str) -> int:

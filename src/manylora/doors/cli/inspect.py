@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manylora.adapters.modules import MEANINGS, LoraModule, LoraModuleId, lora_modules
+from manylora.adapters.remote.resolver import AdapterSources, Located, is_url
 from manylora.adapters.report import AdapterReport, BaseModel, inspect_adapter
 from manylora.checkpoints.gguf.folder import is_gguf
 from manylora.config.engine import LoraCacheConfig
@@ -25,7 +26,11 @@ RANKS = (8, 16, 64)
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="manylora inspect", description=__doc__)
     add = parser.add_argument
-    add("path", type=Path, metavar="PATH", help="folder or file of an adapter or a model")
+    add(
+        "path",
+        metavar="PATH",
+        help="folder or file of an adapter or a model, hub id of a model, or URL of an adapter",
+    )
     add("--base", type=Path, metavar="MODEL", help="check it against this model directory")
     add("--max-adapter-size", type=int, default=64, help="lora_cache_max_adapter_size")
     add("--allow-bin", action="store_true", help="also read adapter_model.bin, as the converters do")
@@ -34,8 +39,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     base = None
     try:
-        path = options.path
-        is_model = is_gguf(path) or is_hub_id(path)  # an id of the hub is taken as a model's
+        located = (
+            AdapterSources().locate(options.path) if is_url(options.path) else Located(Path(options.path))
+        )
+        path = located.path
+        is_model = is_gguf(path) or is_hub_id(options.path)  # an id of the hub is taken as a model's
         if path.is_dir():
             is_model = (path / "config.json").is_file() and not (path / "adapter_config.json").exists()
         if is_model:
@@ -49,9 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(str(error).replace("max_adapter_size", "--max-adapter-size"), file=sys.stderr)
         return 1
-    report = inspect_adapter(
-        options.path, base, allow_bin=options.allow_bin, text_only=options.lora_text_only
-    )
+    report = inspect_adapter(path, base, allow_bin=options.allow_bin, text_only=options.lora_text_only)
     for name, value in _lines(report, base is not None):
         print(f"{name:<9}{value}")
     if options.tensors:

@@ -14,12 +14,13 @@ from types import MappingProxyType
 from typing import Any
 
 from manylora.adapters.catalog.names import Aliases, is_name, name_problem
+from manylora.adapters.remote.resolver import CACHE_BYTES, AdapterSources, Located, is_remote
 from manylora.adapters.text.adapter_text import PARTS, TOKENIZER_BYTES, TextSource, TrustedFolder
 from manylora.checkpoints.gguf.container import NAMED
 from manylora.checkpoints.gguf.folder import is_gguf
 from manylora.config.engine import SETTINGS, EngineConfig, LoraCacheConfig
 from manylora.config.foreign import LLM
-from manylora.config.hub import hub_name, is_hub_id, local_adapter, local_model
+from manylora.config.hub import hub_name, is_hub_id, local_model
 from manylora.config.model_folder import check_adapter_path, check_model_folder, check_tokenizer_folder
 from manylora.config.settings import check, readable, setting
 from manylora.doors.http.serving.connections import HttpLimits
@@ -48,24 +49,28 @@ ENGINE_NAMES = {row.name: f"--{row.flags[0].replace('_', '-')}" for row in SETTI
 
 @dataclass(frozen=True)
 class NamedAdapter:
-    """path: a folder, a file, or a hub id. text: which of its own text settings are used."""
+    """path: a folder, a file, a hub id or a URL. text: which of its own text settings are used. manifest: a
+    file to enforce. located: what `path` was before, and holds its files.
+    """
 
     name: str
     path: str
     text: TextSource = TextSource()
     pinned: bool = False
+    manifest: Path | None = None
+    located: Located | None = None
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> NamedAdapter:
         """NAME=PATH, or vLLM's JSON object, also with the keys of `TextSource`. Raises ArgumentTypeError."""
         name, equals, path = given.partition("=") if isinstance(given, str) else ("", "", "")
-        text, pinned = TextSource(), False
+        text, pinned, manifest = TextSource(), False, None
         if isinstance(given, Mapping) or name.lstrip().startswith("{"):
             try:
                 found = json.loads(given) if isinstance(given, str) else dict(given)
                 found.pop("base_model_name", None)
                 name, path = found.pop("name"), found.pop("path")
-                pinned = found.pop("pinned", False)
+                pinned, manifest = found.pop("pinned", False), found.pop("manifest", None)
                 parts = {one: found.pop(one) for one in PARTS if one in found}
                 for one, value in parts.items():
                     kinds = (bool, str, dict) if one == "generation_config" else (bool, str)
@@ -77,14 +82,14 @@ class NamedAdapter:
             except (ValueError, KeyError, AttributeError):
                 found = {"": 0}
             equals = "" if found else "="
-        equals = equals if isinstance(pinned, bool) else ""
+        equals = equals if isinstance(pinned, bool) and isinstance(manifest, str | None) else ""
         if not (equals and isinstance(name, str) and isinstance(path, str) and is_name(name) and path):
             raise argparse.ArgumentTypeError(
                 'must be NAME=PATH, such as sql=/adapters/sql, or {"name": NAME, "path": PATH} with optional '
-                f"keys {', '.join(PARTS)}, pinned; a NAME has 1 to 128 of A-Z a-z 0-9 . _ : / -; "
+                f"keys {', '.join(PARTS)}, pinned, manifest; a NAME has 1 to 128 of A-Z a-z 0-9 . _ : / -; "
                 f"got {str(given)[:200]!r}"
             )
-        return cls(name, path, text, pinned)
+        return cls(name, path, text, pinned, Path(manifest) if manifest else None)
 
 
 def _alias(given: str) -> tuple[str, str]:
@@ -132,7 +137,7 @@ class ServeOptions:
     tokenizer: str | Path | None = setting(
         None, "tokenizer folder or hub id; default: the model's", parse=str)
     tokenizer_revision: str | None = setting(None, "branch, tag or commit, if the tokenizer is a hub id")
-    download_dir: Path | None = setting(None, "download folder; default: that of HF_HOME")
+    download_dir: Path | None = setting(None, "download folder; default: HF_HOME's, and ~/.cache/manylora")
     chat_template: Path | None = setting(None, "Jinja file; default: the tokenizer's template")
     reasoning_parser: str = setting(
         "auto", "how a model marks its reasoning: auto (see its chat template), none (it stays in the "
@@ -150,11 +155,16 @@ class ServeOptions:
         None, "host:port (gRPC) of a running Triton server to use instead of an engine in this process")
     triton_model: str = setting("tensorrt_llm", "name of the model on that Triton server")
     lora_modules: tuple[NamedAdapter, ...] = setting(
-        (), "adapters as NAME=PATH or NAME=HUB_ID; takes several values", parse=NamedAdapter.parse, many=True)
+        (), "adapters as NAME=PATH, NAME=HUB_ID or NAME=URL (s3, gs, https, oci, hf); takes several values",
+        parse=NamedAdapter.parse, many=True)
     lora_root: tuple[Path, ...] = setting(
         (), "folder with one adapter per subfolder; watched for changes", serve="lora_root lora_prefetch_dir")
     lora_allowed_path: tuple[Path, ...] = setting(
         (), "further folder that links in the roots may point to, and that requests may name paths in")
+    lora_allowed_source: tuple[str, ...] = setting(
+        (), "URL below which requests may load adapters, such as s3://bucket/adapters; default: none")
+    lora_download_bytes: int = setting(
+        CACHE_BYTES, "disk space for adapters from URLs; the least recently used are deleted", least=1)
     lora_alias: tuple[tuple[str, str], ...] = setting(
         (), "NAME=TARGET: another name for an adapter, or for the base model", parse=_alias)
     lora_trust: tuple[TrustedFolder, ...] = setting(
@@ -288,19 +298,26 @@ class ServeOptions:
     def is_local(self) -> bool:
         """Whether nothing has to be downloaded."""
         given = [self.model, self.tokenizer or "", *(one.path for one in self.lora_modules)]
-        return not any(map(is_hub_id, given))
+        return not any(map(is_remote, given))
+
+    @property
+    def sources(self) -> AdapterSources:
+        """Where adapters come from."""
+        folder = None if self.download_dir is None else self.download_dir / "manylora-adapters"
+        most, allowed = self.lora_download_bytes, self.lora_allowed_source
+        return AdapterSources(folder, most, allowed, self.download_dir)
 
     def located(self) -> ServeOptions:
-        """The same with folders for hub ids, downloaded if need be. Raises ConfigError."""
+        """The same with folders for hub ids and URLs, downloaded if need be. Raises ConfigError."""
         model = local_model(self.model, self.revision, self.download_dir)
         check_model_folder(model, weights=self.triton_url is None)
         tokenizer = model
         if self.tokenizer is not None:
             tokenizer = local_model(self.tokenizer, self.tokenizer_revision, self.download_dir)
         check_tokenizer_folder(tokenizer)
-        adapters = [(one, local_adapter(one.path, None, self.download_dir)) for one in self.lora_modules]
-        for _, path in adapters:
-            check_adapter_path(path)
+        found = self.sources.locate_all([(one.path, one.manifest) for one in self.lora_modules])
+        for located in found:
+            check_adapter_path(located.path)
         return replace(
             self,
             model=model,
@@ -309,7 +326,10 @@ class ServeOptions:
             tokenizer_revision=None,
             served_model_name=self.bases,
             given_paths=self.paths,
-            lora_modules=tuple(replace(one, path=str(path)) for one, path in adapters),
+            lora_modules=tuple(
+                replace(one, path=str(new.path), manifest=None, located=one.located or new)
+                for one, new in zip(self.lora_modules, found, strict=True)
+            ),
         )
 
     @property

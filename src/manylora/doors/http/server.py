@@ -95,7 +95,8 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
             texts.read(one.name, Path(one.path))
             served.reader.read(Path(one.path))
         except AdapterError as error:
-            raise ConfigError(f"lora_modules: {one.name}={one.path}: {error}") from error
+            given = (one.located and one.located.source) or one.path
+            raise ConfigError(f"lora_modules: {one.name}={given}: {error}") from error
     created, pooling = int(time.time()), read_pooling_settings(options.folder)
     asked = options.generation_config, options.override_generation_config
     defaults = model_defaults(options.folder, vocab_size, *asked)
@@ -326,6 +327,7 @@ async def _open_catalog(
         aliases=dict(options.lora_alias),
         versions=served.versions,
         uploads=uploads,
+        sources=options.sources,
     )
     await catalog.start()
     names, roots = sorted(entry.name for entry in catalog.entries()), ", ".join(map(str, options.lora_root))

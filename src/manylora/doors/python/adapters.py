@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +20,8 @@ from manylora.adapters.catalog.names import Aliases
 from manylora.adapters.catalog.reader import AdapterReader
 from manylora.adapters.formats.peft.settings import EMBEDDED
 from manylora.adapters.formats.sources import find_source
+from manylora.adapters.remote.resolver import AdapterSources, Located, is_remote
 from manylora.adapters.tensors import Adapter, FileAdapter
-from manylora.config.hub import is_hub_id, local_adapter
 from manylora.doors.python.lora import LoRAChoice, LoRARequest, members_of
 from manylora.errors import (
     AdapterError,
@@ -97,7 +98,7 @@ def with_requests(given: Any, find: Any) -> Any:
 
 @dataclass
 class _Registered:
-    path: Path
+    path: str  # absolute, or a hub id or URL
     ckpt_source: str
     num_open: int = 0  # running requests
     accepted: bool = False  # the engine has accepted it, or may have
@@ -105,14 +106,15 @@ class _Registered:
 
 
 class AdapterRegistry:
-    """Thread-safe. An id belongs to one path until it is refused; a hub id to the files first fetched."""
+    """Thread-safe. An id belongs to one path until it is refused, and a URL to the files first fetched."""
 
     def __init__(self, library: AdapterLibrary, reader: AdapterReader) -> None:
         self._library, self._reader = library, reader
         self._lock = threading.Lock()
         self._entries: dict[int, _Registered] = {}
-        self._downloaded: dict[Path, Path] = {}  # by hub id
-        self._labels: dict[Path, int] = {}  # by place: labels of the last head that was read
+        self._sources = AdapterSources()
+        self._downloaded: dict[str, Located] = {}  # by hub id or URL
+        self._labels: dict[str, int] = {}  # by place: labels of the last head that was read
 
     def claim(self, request: LoRARequest) -> None:
         """Bind its id to its path, until `release`. Raises AdapterInvalidError, AdapterNotCachedError."""
@@ -124,7 +126,7 @@ class AdapterRegistry:
                 if path is None:
                     raise AdapterNotCachedError(task_id)
                 entry = self._entries[task_id] = _Registered(path, source)
-                self._library.register(task_id, path, partial(self._read, path, source))
+                self._library.register(task_id, Path(path), partial(self._read, path, source))
             elif path is not None and (path, source) != (entry.path, entry.ckpt_source):
                 raise AdapterInvalidError(
                     f"lora_int_id {task_id} of {request.lora_name!r} belongs to an adapter of another "
@@ -150,11 +152,11 @@ class AdapterRegistry:
             save_file(plain, path, {EMBEDDED: settings})
             read = self._reader.read(path)
         adapter, task_id = read.adapter, request.lora_int_id
-        new = _Registered(Path(f"tensors of {request.lora_name}"), request.lora_ckpt_source)
+        new = _Registered(f"tensors of {request.lora_name}", request.lora_ckpt_source)
         with self._lock:
             entry = self._entries.setdefault(task_id, new)
             entry.accepted, entry.labels = True, read.facts.labels
-            self._library.register(task_id, entry.path, lambda: adapter)
+            self._library.register(task_id, Path(entry.path), lambda: adapter)
         return adapter
 
     def replace(self, request: LoRARequest) -> Adapter | FileAdapter | None:
@@ -168,7 +170,7 @@ class AdapterRegistry:
         with self._lock:
             entry = self._entries.setdefault(task_id, _Registered(path, source))
             entry.path, entry.ckpt_source, entry.accepted, entry.labels = path, source, True, None
-            self._library.register(task_id, path, partial(self._read, path, source))
+            self._library.register(task_id, Path(path), partial(self._read, path, source))
         return adapter
 
     def has_head(self, given: LoRAChoice | None) -> bool:
@@ -188,11 +190,34 @@ class AdapterRegistry:
         return self._labels[place]
 
     def path_of(self, request: LoRARequest) -> Path | None:
-        """The path of its files. None: it came as tensors, is unknown, or is a hub id."""
+        """The path of its files. None: it came as tensors, is unknown, or is a hub id or URL."""
         place = self._place_of(request)
-        return place if place is not None and place.is_absolute() else None
+        return Path(place) if place is not None and place.startswith("/") else None
 
-    def _place_of(self, request: LoRARequest) -> Path | None:
+    def fetch(self, task_ids: Sequence[int]) -> Future[None] | None:
+        """Download in the background what these ids need. None: nothing. Raises AdapterInvalidError."""
+        with self._lock:
+            places = [self._entries[one].path for one in task_ids]
+        todo = [one for one in places if is_remote(one) and one not in self._downloaded]
+        return self._sources.in_background(self._fetch, todo) if todo else None
+
+    def _fetch(self, places: Sequence[str]) -> None:
+        for place in places:
+            self._local(place)
+
+    def _local(self, place: str) -> Path:
+        """Raises AdapterInvalidError."""
+        found = self._downloaded.get(place)
+        if found is None:
+            try:
+                found = self._sources.locate(place)
+            except ConfigError as error:
+                raise AdapterInvalidError(f"Failed to load LoRA adapter: {error}") from error
+            with self._lock:
+                found = self._downloaded.setdefault(place, found)
+        return found.path
+
+    def _place_of(self, request: LoRARequest) -> str | None:
         """None: the request has no path, and its id is unknown."""
         if request.lora_path is not None:
             return _place(request.lora_path)
@@ -221,30 +246,23 @@ class AdapterRegistry:
                 if not (entry.num_open or entry.accepted):
                     del self._entries[task_id]
 
-    def _read(self, path: Path, ckpt_source: str) -> Adapter | FileAdapter:
+    def _read(self, place: str, ckpt_source: str) -> Adapter | FileAdapter:
         """ckpt_source: "nemo", or "hf" for every other kind of checkpoint. Raises AdapterInvalidError."""
+        path = self._local(place)
         try:
-            place = path
-            if not path.is_absolute():  # a hub id
-                with self._lock:
-                    path = self._downloaded.get(place, place)
-                if path is place:
-                    path = local_adapter(place)
-                with self._lock:
-                    self._downloaded[place] = path
             source = find_source(path)
             if (source.kind == "nemo") != (ckpt_source == "nemo"):
                 raise AdapterInvalidError(
                     f"{path.name} is not a checkpoint of kind {ckpt_source}, it is {source.kind}"
                 )
             read = self._reader.read(path, source)
-        except (AdapterError, ConfigError) as error:
+        except AdapterError as error:
             raise AdapterInvalidError(f"Failed to load LoRA adapter: {error}") from error
         with self._lock:
             self._labels[place] = read.facts.labels
         return read.adapter
 
 
-def _place(given: str) -> Path:
-    """An absolute path, or a hub id."""
-    return Path(given) if is_hub_id(given) else Path(given).resolve()
+def _place(given: str) -> str:
+    """An absolute path, or a hub id or URL."""
+    return str(given) if is_remote(given) else str(Path(given).resolve())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.adapters.modules import MODULE_NAMES
-from manylora.config.hub import is_hub_id
+from manylora.adapters.remote.resolver import is_remote
 from manylora.config.resolve import with_whole_qkv
 from manylora.request import LoraInput, LoraMix, mix
 
@@ -82,8 +82,9 @@ class LoRARequest:
     """An adapter: its id, and the path to read it from. Raises ValueError.
 
     lora_int_id: 0 to 2**64 - 1; identifies the adapter for the lifetime of the LLM.
-    lora_path: a PEFT directory, a directory with the two converted .npy files, or a hub id org/name, which is
-        downloaded at its first use. None: as earlier for this id, or the tensors of `LLM.load_adapter`.
+    lora_path: a PEFT directory, a directory with the two converted .npy files, or a hub id org/name or a URL
+        (s3, gs, https, oci, hf), which is downloaded at its first use. None: as earlier for this id, or the
+        tensors of `LLM.load_adapter`.
     lora_version: keep: the request uses one version of the adapter; follow: it switches to newer ones.
     """
 
@@ -95,7 +96,7 @@ class LoRARequest:
 
     def __post_init__(self) -> None:
         path = self.lora_path
-        if path is not None and (not str(path) or not (Path(path).exists() or is_hub_id(path))):
+        if path is not None and (not str(path) or not (Path(path).exists() or is_remote(path))):
             raise ValueError(f"lora_path ({path}) does not exist.")
         if self.lora_ckpt_source not in SOURCES:
             raise ValueError(f"lora_ckpt_source must be 'hf' or 'nemo', got '{self.lora_ckpt_source}'")

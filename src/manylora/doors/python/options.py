@@ -17,6 +17,7 @@ from manylora.adapters.formats.peft.names import ATTENTION_IDS, EXPERT_PATHS, ML
 from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.sources import find_source, read_lora
 from manylora.adapters.modules import MODULE_NAMES, LoraModule, check_moe_backend, lora_modules
+from manylora.adapters.remote.resolver import AdapterSources
 from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config import foreign
 from manylora.config.engine import SETTINGS, EngineConfig
@@ -244,7 +245,8 @@ def inferred_targets(lora: LoraConfig, model: ModelConfig, base: BaseWeights | N
     """Modules of the adapters in lora_dir. base: for DoRA. Raises ConfigError, ValueError."""
     nemo, options = lora.lora_ckpt_source == "nemo", ReadOptions(lora_modules(model), base)
     options = replace(options, text_only=lora.lora_text_only)
-    names = {name for folder in lora.lora_dir for name in _modules_of(Path(folder), nemo, options)}
+    located = AdapterSources().locate_all([(folder, None) for folder in lora.lora_dir])
+    names = {name for one in located for name in _modules_of(one.path, nemo, options)}
     return tuple(name for name in MODULE_NAMES if name in names)
 
 

@@ -128,6 +128,7 @@ class LlmPooledGeneration(PooledGeneration):
             self.result.set_exception(error)
 
 
+FETCHING = -1  # in place of a ticket: its adapter is being downloaded
 SHUT_DOWN = "this LLM has been shut down"
 ALIVE_S = 0.5  # interval of checks whether an answer can still come
 CLOSING_S = 10.0  # for callers that are just entering to be refused
@@ -154,17 +155,40 @@ class Service:
     def send(self, generation: Sendable) -> None:
         """Raises RequestError after `close`. All other errors are set on the generation's result."""
         generation.from_disk = not all(map(self._resident, generation.task_ids))
-        request = generation.request(generation.lora)
+        fetching = self.registry.fetch(generation.task_ids)
         with self._lock:
             if self._closed:
                 raise RequestError(SHUT_DOWN)
-            try:
-                self._tickets[generation] = self._loop.submit(
-                    request, lambda event: self._news.put((generation, event))
+            if fetching is None:
+                self._submit(generation)
+                return
+            self._tickets[generation] = FETCHING
+        fetching.add_done_callback(lambda done: self._fetched(generation, done.exception()))
+
+    def _fetched(self, generation: Sendable, problem: BaseException | None) -> None:
+        """Submit it now, unless the download failed or it was aborted."""
+        with self._lock:
+            if self._tickets.get(generation) != FETCHING:
+                return
+            if isinstance(problem, ManyloraError):
+                self._fail(generation, problem)
+            elif problem is not None:
+                self._fail(
+                    generation, RequestError(f"The adapter could not be read: {type(problem).__name__}")
                 )
-            except ManyloraError as error:
-                event = Event(finish_reason=FinishReason.ERROR, last=True, error=error)
-                self._news.put((generation, event))
+            else:
+                self._submit(generation)
+
+    def _submit(self, generation: Sendable) -> None:
+        try:
+            self._tickets[generation] = self._loop.submit(
+                generation.request(generation.lora), lambda event: self._news.put((generation, event))
+            )
+        except ManyloraError as error:
+            self._fail(generation, error)
+
+    def _fail(self, generation: Sendable, error: ManyloraError) -> None:
+        self._news.put((generation, Event(finish_reason=FinishReason.ERROR, last=True, error=error)))
 
     def pin(self, task_id: int) -> RequestError | None:
         """Pin an adapter that is in the cache. Returns the reason if that fails."""
@@ -193,7 +217,10 @@ class Service:
         """End it. No effect if it has ended."""
         with self._lock:
             ticket = self._tickets.get(generation)
-        if ticket is not None:
+            if ticket == FETCHING:
+                del self._tickets[generation]
+                self._news.put((generation, Event(finish_reason=FinishReason.CANCELLED, last=True)))
+        if ticket not in (None, FETCHING):
             self._loop.cancel(ticket)
 
     def close(self) -> None:

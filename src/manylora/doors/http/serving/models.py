@@ -52,6 +52,8 @@ def adapter_card(
         "tier": tier,
     }
     card |= {"owned_by": entry.terms.owner or card["owned_by"], "pinned": pinned}
+    if entry.source:
+        card["source"] = entry.source
     if entry.terms.idle_ttl_seconds is not None:
         card["idle_ttl_seconds"] = entry.terms.idle_ttl_seconds
     if version is not None and version.text is not None and version.text.defaults != NO_DEFAULTS:

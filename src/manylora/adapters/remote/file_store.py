@@ -1,0 +1,133 @@
+"""FileStore: files in buckets and on web servers, through fsspec and its drivers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+from fsspec.callbacks import Callback
+
+from manylora.adapters.remote.files import ARCHIVES, MARKS, NAMES, SINGLE, RemoteFile, SourceError
+
+CONNECT_S, READ_S = 10, 60
+AT_ONCE = 8  # questions to a server
+VERSIONS = ("ETag", "etag", "md5Hash", "generation", "Last-Modified", "LastModified", "mtime")
+S3_OPTIONS = {"connect_timeout": CONNECT_S, "read_timeout": READ_S, "retries": {"max_attempts": 2}}
+HINTS = {
+    "s3": "AWS_ACCESS_KEY_ID and the other settings of AWS are used; FSSPEC_S3_ANON=true for a public bucket",
+    "gs": "Google's default credentials are used; FSSPEC_GS_TOKEN=anon for a public bucket",
+    "http": "a user and password are read from ~/.netrc",
+    "https": "a user and password are read from ~/.netrc",
+}
+
+
+class FileStore:
+    """follows: whether a redirect may be followed to a URL. Raises ImportError if a driver is missing."""
+
+    def __init__(self, scheme: str, follows: Callable[[str], bool]) -> None:
+        self._scheme = scheme
+        if scheme == "gs":
+            from gcsfs.core import (
+                GCSFileSystem,
+            )  # gcsfs.GCSFileSystem first asks for the bucket's type, by gRPC
+
+            self._fs = GCSFileSystem()
+        elif scheme == "s3":
+            self._fs = fsspec.filesystem(scheme, config_kwargs=S3_OPTIONS)
+        else:
+            options = _http_options(follows)
+            self._fs = fsspec.filesystem(scheme, client_kwargs=options, skip_instance_cache=True)
+
+    def find(self, source: str) -> list[RemoteFile]:
+        """The files of a folder, or the one file that it is. Raises SourceError."""
+        place, mark, query = source.partition("?") if self._scheme.startswith("http") else (source, "", "")
+        name = PurePosixPath(place).name
+        if name.endswith((*ARCHIVES, *SINGLE)):
+            return [self._look(source, name, name.endswith(ARCHIVES))]
+
+        def look(name: str) -> RemoteFile | SourceError:
+            try:
+                return self._look(f"{place.rstrip('/')}/{name}{mark}{query}", name)
+            except SourceError as error:
+                return error
+
+        with ThreadPoolExecutor(AT_ONCE, "manylora-look") as pool:
+            found = list(pool.map(look, NAMES))
+        files = [one for one in found if isinstance(one, RemoteFile)]
+        problems = [one for one in found if isinstance(one, SourceError) and not one.missing]
+        is_adapter = any(one.name in MARKS for one in files)
+        if problems and (not is_adapter or any(one.passing for one in problems)):
+            raise next((one for one in problems if one.passing), problems[0])
+        if not is_adapter:
+            raise SourceError(f"it has no {' or '.join(MARKS)}", missing=True)
+        return files  # without the right to list a bucket, S3 refuses (403) what does not exist
+
+    def get(self, file: RemoteFile, target: Path, count: Callable[[int], None]) -> None:
+        """count: called with the size of each part, and may raise. Raises SourceError, OSError."""
+        try:
+            self._fs.get_file(file.place, str(target), callback=_Counting(count))
+        except Exception as error:
+            raise self._problem(error) from error
+
+    def _look(self, place: str, name: str, unpack: bool = False) -> RemoteFile:
+        try:
+            found = self._fs.info(place)
+        except Exception as error:
+            raise self._problem(error) from error
+        if found.get("type") == "directory":
+            raise SourceError(f"{name} is a folder", missing=True)
+        version = next((str(found[key]) for key in VERSIONS if found.get(key)), "")
+        return RemoteFile(name, place, found.get("size"), version, unpack)
+
+    def _problem(self, error: Exception) -> SourceError:
+        """Without the URL, which may hold credentials."""
+        if isinstance(error, SourceError):
+            return error
+        cause: BaseException = error.__cause__ or error
+        if isinstance(cause, SourceError):
+            return cause
+        kind, status = type(cause).__name__, getattr(cause, "status", getattr(cause, "code", 0))
+        if (
+            status in (404, 410)
+            or kind == "NoSuchBucket"
+            or (
+                isinstance(error, FileNotFoundError)
+                and not status
+                and (cause is error or kind == "ClientError")
+            )
+        ):
+            return SourceError("there is no such file", missing=True)
+        if isinstance(error, PermissionError) or status in (401, 403) or kind == "NoCredentialsError":
+            told = f"HTTP {status}" if status else str(cause)
+            return SourceError(f"it may not be read: {told}; {HINTS[self._scheme]}")
+        if isinstance(status, int) and status >= 400:
+            return SourceError(f"it answers HTTP {status}", passing=status >= 500 or status == 429)
+        return SourceError(f"it cannot be reached: {cause or kind}", passing=True)
+
+
+class _Counting(Callback):
+    def __init__(self, count: Callable[[int], None]) -> None:
+        super().__init__()
+        self._count = count
+
+    def relative_update(self, inc: int = 1) -> None:
+        self._count(inc)
+
+
+def _http_options(follows: Callable[[str], bool]) -> dict[str, Any]:
+    import aiohttp
+
+    async def redirect(session: Any, context: SimpleNamespace, params: Any) -> None:
+        here, location = params.response.url, params.response.headers.get("Location", "")
+        to = here.join(type(here)(location))
+        if (to.host != here.host or to.port not in (here.port, 443)) and not follows(str(to)):
+            raise SourceError(f"it redirects to {to.host}, which --lora-allowed-source does not name")
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(redirect)
+    timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=READ_S)
+    return {"timeout": timeout, "trust_env": True, "trace_configs": [trace]}

@@ -302,7 +302,12 @@ class AdapterCatalog:
         old = self._entries.get(name)
         found = await self._reader.on_thread(fingerprint, path)
         entry = AdapterEntry(name, path, False, found, terms=terms or Terms(), located=located)
-        read = await self._reader.read(entry)
+        try:
+            read = await self._reader.read(entry)
+        except CatalogError:
+            if located is not None:  # the traceback keeps it
+                located.release()
+            raise
         if move is not None:
             self.check_new(name, replace=replace)  # another may have come while this was read
             assert entry.version is not None

@@ -157,7 +157,7 @@ def read_names(file: Path) -> dict[str, Path]:
         beside = file.resolve().parent / folder
         found[name] = beside if beside.is_dir() else Path(folder).absolute()
     urls = {name: folder for name, folder in given.items() if is_url(folder)}
-    _located.extend(located := AdapterSources().locate_all([(url, None) for url in urls.values()]))
+    _located.extend(located := AdapterSources().locate_all(list(urls.values())))
     return found | {name: one.path for name, one in zip(urls, located, strict=True)}
 
 

@@ -21,51 +21,35 @@ KEY = "MANYLORA_MANIFEST_KEY"  # environment: a PEM file with the Ed25519 public
 READ = ("*.json", "*.jinja", "*.safetensors", "*.npy", "*.nemo")  # files that may be read
 FIELDS = ("files", "base_model_revision", "signature")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-MAX_BYTES = 2**18
-PIECE = 2**20
+MAX_BYTES, PIECE = 2**18, 2**20
 
 
-def check_manifest(folder: Path, bounds: Bounds = ANY_MODEL, base: Path | None = None) -> bool:
+def check_manifest(folder: Path, bounds: Bounds, base: Path | None) -> bool:
     """Whether the folder has a manifest; it then holds. base: the base model's folder; None: not known.
-    Raises AdapterInvalidError, OSError.
+    Raises AdapterInvalidError, also for a signature that does not hold or cannot be checked, or is missing
+    although a key is set; OSError.
     """
     if not os.path.lexists(folder / MANIFEST):
         return False
-    found = read_manifest(read_small(folder / MANIFEST, bounds, MAX_BYTES))
-    files, wanted = found["files"], found.get("base_model_revision")
+    try:
+        found = json.loads(read_small(folder / MANIFEST, bounds, MAX_BYTES))
+        files, wanted = found["files"], found.get("base_model_revision")
+        right = all(SHA256.fullmatch(one) for one in files.values()) and found.keys() <= set(FIELDS)
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        right = False
+    if not right:
+        names = '{"files": {NAME: SHA-256 in hexadecimal}}'
+        raise AdapterInvalidError(f"{MANIFEST} must be {names}, with {' and '.join(FIELDS[1:])} if need be")
+    _check_signature(found)
     if wanted is not None and (has := base and model_revision(base)) != wanted:
         theirs = f"this one is {has}" if has else "that of this model is not known: serve it by its hub id"
         raise AdapterInvalidError(f"{MANIFEST} is for revision {wanted} of the base model, and {theirs}")
-    present = {file.name for file in list_files(folder, "")} - {MANIFEST}
-    for name in sorted(present):
-        if any(fnmatch(name, one) for one in READ) and name not in files:
-            raise AdapterInvalidError(f"{name} is not in {MANIFEST}, which must list each file")
-    for name in sorted(present & files.keys()):
-        if (digest := sha256_of(folder / name, bounds)) != files[name]:
-            raise AdapterInvalidError(f"{name} is not the file of {MANIFEST}: its sha256 is {digest}")
+    for path in list_files(folder, ""):
+        if path.name in files and (digest := sha256_of(path, bounds)) != files[path.name]:
+            raise AdapterInvalidError(f"{path.name} is not the file of {MANIFEST}: its sha256 is {digest}")
+        if path.name not in (*files, MANIFEST) and any(fnmatch(path.name, one) for one in READ):
+            raise AdapterInvalidError(f"{path.name} is not in {MANIFEST}, which must list each file")
     return True
-
-
-def read_manifest(content: bytes) -> dict[str, Any]:
-    """files: name to SHA-256 in hexadecimal. Raises AdapterInvalidError, also for a signature that does not
-    hold, or cannot be checked, or is missing although a key is set.
-    """
-    try:
-        found = json.loads(content)
-        files = found["files"]
-        right = isinstance(files, dict) and all(SHA256.fullmatch(one) for one in files.values())
-        right = right and all(isinstance(found[name], str) for name in FIELDS[1:] if name in found)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        right = False
-    if not right:
-        raise AdapterInvalidError(
-            f'{MANIFEST} must be {{"files": {{NAME: SHA-256 in hexadecimal}}}}, with optional texts '
-            f"{' and '.join(FIELDS[1:])}"
-        )
-    if unknown := found.keys() - set(FIELDS):
-        raise AdapterInvalidError(f"{MANIFEST} has the unknown field {min(unknown)!r:.80}")
-    _check_signature(found)
-    return dict(found)
 
 
 def signed_text(manifest: dict[str, Any]) -> bytes:
@@ -83,20 +67,17 @@ def _check_signature(manifest: dict[str, Any]) -> None:
         raise AdapterInvalidError(f"{MANIFEST} {what} {KEY}, a PEM file with an Ed25519 public key")
     try:
         from cryptography.exceptions import InvalidSignature
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
     except ImportError:
         raise AdapterInvalidError(f"{KEY} needs cryptography: pip install 'manylora[sources]'") from None
     try:
-        key = load_pem_public_key(Path(file).read_bytes())
-    except (OSError, ValueError):
-        key = None
-    if not isinstance(key, Ed25519PublicKey):
-        raise AdapterInvalidError(f"{KEY} must name a PEM file with an Ed25519 public key")
-    try:
+        key: Any = load_pem_public_key(Path(file).read_bytes())
         key.verify(base64.b64decode(signature, validate=True), signed_text(manifest))
-    except (InvalidSignature, ValueError):
+    except InvalidSignature:
         raise AdapterInvalidError(f"the signature of {MANIFEST} is not by the key of {KEY}") from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        told = f"the signature of {MANIFEST} cannot be checked with {KEY}, which must be an Ed25519 key"
+        raise AdapterInvalidError(told) from error
 
 
 def sha256_of(path: Path, bounds: Bounds = ANY_MODEL) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -20,9 +19,8 @@ S3_OPTIONS = {"connect_timeout": CONNECT_S, "read_timeout": READ_S, "retries": {
 HINTS = {
     "s3": "AWS_ACCESS_KEY_ID and the other settings of AWS are used; FSSPEC_S3_ANON=true for a public bucket",
     "gs": "Google's default credentials are used; FSSPEC_GS_TOKEN=anon for a public bucket",
-    "http": "a user and password are read from ~/.netrc",
-    "https": "a user and password are read from ~/.netrc",
 }
+WEB_HINT = "a user and password are read from ~/.netrc"
 
 
 class FileStore:
@@ -31,9 +29,7 @@ class FileStore:
     def __init__(self, scheme: str, follows: Callable[[str], bool]) -> None:
         self._scheme = scheme
         if scheme == "gs":
-            from gcsfs.core import (
-                GCSFileSystem,
-            )  # gcsfs.GCSFileSystem first asks for the bucket's type, by gRPC
+            from gcsfs.core import GCSFileSystem  # gcsfs.GCSFileSystem first asks for the bucket's type
 
             self._fs = GCSFileSystem()
         elif scheme == "s3":
@@ -44,7 +40,7 @@ class FileStore:
 
     def find(self, source: str) -> list[RemoteFile]:
         """The files of a folder, or the one file that it is. Raises SourceError."""
-        place, mark, query = source.partition("?") if self._scheme.startswith("http") else (source, "", "")
+        place, mark, query = source.partition("?") if self._scheme not in HINTS else (source, "", "")
         name = PurePosixPath(place).name
         if name.endswith((*ARCHIVES, *SINGLE)):
             return [self._look(source, name, name.endswith(ARCHIVES))]
@@ -59,15 +55,13 @@ class FileStore:
             found = list(pool.map(look, NAMES))
         files = [one for one in found if isinstance(one, RemoteFile)]
         problems = [one for one in found if isinstance(one, SourceError) and not one.missing]
-        is_adapter = any(one.name in MARKS for one in files)
-        if problems and (not is_adapter or any(one.passing for one in problems)):
+        # Without the right to list a bucket, S3 refuses what does not exist.
+        if problems and (any(one.passing for one in problems) or not any(one.name in MARKS for one in files)):
             raise next((one for one in problems if one.passing), problems[0])
-        if not is_adapter:
-            raise SourceError(f"it has no {' or '.join(MARKS)}", missing=True)
-        return files  # without the right to list a bucket, S3 refuses (403) what does not exist
+        return files
 
     def get(self, file: RemoteFile, target: Path, count: Callable[[int], None]) -> None:
-        """count: called with the size of each part, and may raise. Raises SourceError, OSError."""
+        """count: called with the size of each part, and may raise. Raises SourceError."""
         try:
             self._fs.get_file(file.place, str(target), callback=_Counting(count))
         except Exception as error:
@@ -85,45 +79,33 @@ class FileStore:
 
     def _problem(self, error: Exception) -> SourceError:
         """Without the URL, which may hold credentials."""
-        if isinstance(error, SourceError):
-            return error
-        cause: BaseException = error.__cause__ or error
-        if isinstance(cause, SourceError):
-            return cause
-        kind, status = type(cause).__name__, getattr(cause, "status", getattr(cause, "code", 0))
-        if (
-            status in (404, 410)
-            or kind == "NoSuchBucket"
-            or (
-                isinstance(error, FileNotFoundError)
-                and not status
-                and (cause is error or kind == "ClientError")
-            )
-        ):
+        cause: Any = error.__cause__ or error
+        for one in (error, cause):
+            if isinstance(one, SourceError):
+                return one
+        kind, status = type(cause).__name__, getattr(cause, "status", 0)
+        absent = isinstance(error, FileNotFoundError) and (cause is error or kind == "ClientError")
+        if status in (404, 410) or absent or kind == "NoSuchBucket":
             return SourceError("there is no such file", missing=True)
         if isinstance(error, PermissionError) or status in (401, 403) or kind == "NoCredentialsError":
             told = f"HTTP {status}" if status else str(cause)
-            return SourceError(f"it may not be read: {told}; {HINTS[self._scheme]}")
-        if isinstance(status, int) and status >= 400:
-            return SourceError(f"it answers HTTP {status}", passing=status >= 500 or status == 429)
-        return SourceError(f"it cannot be reached: {cause or kind}", passing=True)
+            return SourceError(f"it may not be read: {told}; {HINTS.get(self._scheme, WEB_HINT)}")
+        told = f"it answers HTTP {status}" if status else f"it cannot be reached: {cause or kind}"
+        return SourceError(told, passing=status >= 500 or status in (0, 429))
 
 
 class _Counting(Callback):
     def __init__(self, count: Callable[[int], None]) -> None:
         super().__init__()
-        self._count = count
-
-    def relative_update(self, inc: int = 1) -> None:
-        self._count(inc)
+        self.relative_update = count
 
 
 def _http_options(follows: Callable[[str], bool]) -> dict[str, Any]:
     import aiohttp
 
-    async def redirect(session: Any, context: SimpleNamespace, params: Any) -> None:
-        here, location = params.response.url, params.response.headers.get("Location", "")
-        to = here.join(type(here)(location))
+    async def redirect(session: Any, context: Any, params: Any) -> None:
+        here = params.response.url
+        to = here.join(type(here)(params.response.headers.get("Location", "")))
         if (to.host != here.host or to.port not in (here.port, 443)) and not follows(str(to)):
             raise SourceError(f"it redirects to {to.host}, which --lora-allowed-source does not name")
 

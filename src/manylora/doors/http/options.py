@@ -49,28 +49,27 @@ ENGINE_NAMES = {row.name: f"--{row.flags[0].replace('_', '-')}" for row in SETTI
 
 @dataclass(frozen=True)
 class NamedAdapter:
-    """path: a folder, a file, a hub id or a URL. text: which of its own text settings are used. manifest: a
-    file to enforce. located: what `path` was before, and holds its files.
+    """path: a folder, a file, a hub id or a URL. text: which of its own text settings are used. located:
+    what `path` was before, and holds its files.
     """
 
     name: str
     path: str
     text: TextSource = TextSource()
     pinned: bool = False
-    manifest: Path | None = None
     located: Located | None = None
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> NamedAdapter:
         """NAME=PATH, or vLLM's JSON object, also with the keys of `TextSource`. Raises ArgumentTypeError."""
         name, equals, path = given.partition("=") if isinstance(given, str) else ("", "", "")
-        text, pinned, manifest = TextSource(), False, None
+        text, pinned = TextSource(), False
         if isinstance(given, Mapping) or name.lstrip().startswith("{"):
             try:
                 found = json.loads(given) if isinstance(given, str) else dict(given)
                 found.pop("base_model_name", None)
                 name, path = found.pop("name"), found.pop("path")
-                pinned, manifest = found.pop("pinned", False), found.pop("manifest", None)
+                pinned = found.pop("pinned", False)
                 parts = {one: found.pop(one) for one in PARTS if one in found}
                 for one, value in parts.items():
                     kinds = (bool, str, dict) if one == "generation_config" else (bool, str)
@@ -82,14 +81,14 @@ class NamedAdapter:
             except (ValueError, KeyError, AttributeError):
                 found = {"": 0}
             equals = "" if found else "="
-        equals = equals if isinstance(pinned, bool) and isinstance(manifest, str | None) else ""
+        equals = equals if isinstance(pinned, bool) else ""
         if not (equals and isinstance(name, str) and isinstance(path, str) and is_name(name) and path):
             raise argparse.ArgumentTypeError(
                 'must be NAME=PATH, such as sql=/adapters/sql, or {"name": NAME, "path": PATH} with optional '
-                f"keys {', '.join(PARTS)}, pinned, manifest; a NAME has 1 to 128 of A-Z a-z 0-9 . _ : / -; "
+                f"keys {', '.join(PARTS)}, pinned; a NAME has 1 to 128 of A-Z a-z 0-9 . _ : / -; "
                 f"got {str(given)[:200]!r}"
             )
-        return cls(name, path, text, pinned, Path(manifest) if manifest else None)
+        return cls(name, path, text, pinned)
 
 
 def _alias(given: str) -> tuple[str, str]:
@@ -315,7 +314,7 @@ class ServeOptions:
         if self.tokenizer is not None:
             tokenizer = local_model(self.tokenizer, self.tokenizer_revision, self.download_dir)
         check_tokenizer_folder(tokenizer)
-        found = self.sources.locate_all([(one.path, one.manifest) for one in self.lora_modules])
+        found = self.sources.locate_all([one.path for one in self.lora_modules])
         for located in found:
             check_adapter_path(located.path)
         return replace(
@@ -327,7 +326,7 @@ class ServeOptions:
             served_model_name=self.bases,
             given_paths=self.paths,
             lora_modules=tuple(
-                replace(one, path=str(new.path), manifest=None, located=one.located or new)
+                replace(one, path=str(new.path), located=one.located or new)
                 for one, new in zip(self.lora_modules, found, strict=True)
             ),
         )

@@ -245,7 +245,7 @@ def inferred_targets(lora: LoraConfig, model: ModelConfig, base: BaseWeights | N
     """Modules of the adapters in lora_dir. base: for DoRA. Raises ConfigError, ValueError."""
     nemo, options = lora.lora_ckpt_source == "nemo", ReadOptions(lora_modules(model), base)
     options = replace(options, text_only=lora.lora_text_only)
-    located = AdapterSources().locate_all([(folder, None) for folder in lora.lora_dir])
+    located = AdapterSources().locate_all(lora.lora_dir)
     names = {name for one in located for name in _modules_of(one.path, nemo, options)}
     return tuple(name for name in MODULE_NAMES if name in names)
 

@@ -16,7 +16,7 @@ from manylora.doors.python.adapters import AdapterRegistry
 from manylora.doors.python.lora import LoRAChoice, lora_of, members_of
 from manylora.doors.python.outputs import GenerationResult, RequestOutput, RequestTimings
 from manylora.doors.python.prompts import Prompt
-from manylora.engine.loop import EngineLoop
+from manylora.engine.loop import EngineLoop, as_refusal
 from manylora.errors import (
     AdapterError,
     AdapterNotFiniteError,
@@ -28,7 +28,7 @@ from manylora.generation.decoding import Decoding
 from manylora.generation.generation import Generation
 from manylora.generation.pooled import PooledGeneration
 from manylora.generation.tokenizer import Tokenizer
-from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Pooling
+from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Pooling, Request
 
 
 class LlmGeneration(Generation):
@@ -155,40 +155,31 @@ class Service:
     def send(self, generation: Sendable) -> None:
         """Raises RequestError after `close`. All other errors are set on the generation's result."""
         generation.from_disk = not all(map(self._resident, generation.task_ids))
-        fetching = self.registry.fetch(generation.task_ids)
+        request = generation.request(generation.lora)
         with self._lock:
             if self._closed:
                 raise RequestError(SHUT_DOWN)
-            if fetching is None:
-                self._submit(generation)
-                return
             self._tickets[generation] = FETCHING
-        fetching.add_done_callback(lambda done: self._fetched(generation, done.exception()))
+        fetching = self.registry.fetch(generation.task_ids)
+        if fetching is None:
+            self._submit(generation, request)
+        else:
+            fetching.add_done_callback(lambda done: self._submit(generation, request, done.exception()))
 
-    def _fetched(self, generation: Sendable, problem: BaseException | None) -> None:
-        """Submit it now, unless the download failed or it was aborted."""
+    def _submit(self, generation: Sendable, request: Request, problem: BaseException | None = None) -> None:
+        """Unless it was aborted. problem: its adapter could not be downloaded."""
         with self._lock:
             if self._tickets.get(generation) != FETCHING:
                 return
-            if isinstance(problem, ManyloraError):
-                self._fail(generation, problem)
-            elif problem is not None:
-                self._fail(
-                    generation, RequestError(f"The adapter could not be read: {type(problem).__name__}")
+            try:
+                if problem is not None:
+                    raise as_refusal(problem, "The adapter could not be read")
+                self._tickets[generation] = self._loop.submit(
+                    request, lambda event: self._news.put((generation, event))
                 )
-            else:
-                self._submit(generation)
-
-    def _submit(self, generation: Sendable) -> None:
-        try:
-            self._tickets[generation] = self._loop.submit(
-                generation.request(generation.lora), lambda event: self._news.put((generation, event))
-            )
-        except ManyloraError as error:
-            self._fail(generation, error)
-
-    def _fail(self, generation: Sendable, error: ManyloraError) -> None:
-        self._news.put((generation, Event(finish_reason=FinishReason.ERROR, last=True, error=error)))
+            except ManyloraError as error:
+                event = Event(finish_reason=FinishReason.ERROR, last=True, error=error)
+                self._news.put((generation, event))
 
     def pin(self, task_id: int) -> RequestError | None:
         """Pin an adapter that is in the cache. Returns the reason if that fails."""

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import io
 import json
+import os
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,10 @@ def manifest(**more: Any) -> bytes:
 @pytest.fixture(scope="module")
 def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standin]:
     home = tmp_path_factory.mktemp("home")
+    (home / "manylora").mkdir()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    for kernels in (cache / "manylora").glob("*.so"):  # or they would be compiled again
+        (home / "manylora" / kernels.name).symlink_to(kernels)
     with serve_standin() as server, pytest.MonkeyPatch.context() as patch:
         login = {"auths": {server.at: {"auth": LOGIN}}}
         (home / "config.json").write_text(json.dumps(login))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -33,6 +34,8 @@ class FileStore:
 
             self._fs = GCSFileSystem()
         elif scheme == "s3":
+            for name in ("botocore", "aiobotocore"):  # they tell where each setting was found
+                logging.getLogger(name).setLevel(logging.WARNING)
             self._fs = fsspec.filesystem(scheme, config_kwargs=S3_OPTIONS)
         else:
             options = _http_options(follows)

@@ -196,11 +196,13 @@ class AdapterSources:
             record: dict[str, Any] = {}
             with suppress(ValueError, TypeError):
                 record = dict(json.loads(file.read()))
-            before = dict(record)
-            yield record
-            if record != before:
+            try:
+                yield record
+            finally:
                 file.truncate(0)
                 file.write(json.dumps(record))
+                if not record:
+                    path.unlink(missing_ok=True)
 
     @contextmanager
     def _staging(self) -> Iterator[Path]:

@@ -330,6 +330,8 @@ async def _open_catalog(
         sources=options.sources,
     )
     await catalog.start()
+    for one in options.lora_modules:
+        catalog.entry(one.name).located = one.located
     names, roots = sorted(entry.name for entry in catalog.entries()), ", ".join(map(str, options.lora_root))
     if names:
         more, what = ", …" if len(names) > SHOWN else "", "adapter" if len(names) == 1 else "adapters"

@@ -23,7 +23,8 @@ OCI = "application/vnd.oci.image"
 
 class Standin(ThreadingHTTPServer):
     """files: content by path: /bucket/key for S3 and Google, any path for the web, /v2/... for the registry.
-    down: answers 503. redirects: by path. asked: method and path of each request.
+    down: answers 503. failing: by path, how many GETs are answered so next. redirects: by path. asked: method
+    and path of each request.
     """
 
     daemon_threads = True
@@ -33,6 +34,7 @@ class Standin(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.redirects: dict[str, str] = {}
         self.down = False
+        self.failing: dict[str, int] = {}
         self.asked: list[str] = []
         self.at = f"127.0.0.1:{self.server_address[1]}"
         self.url = f"http://{self.at}"
@@ -82,7 +84,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(parts.path)
         server.asked.append(f"{self.command} {path}")
         authorization = self.headers.get("Authorization", "")
-        if server.down:
+        fails = self.command == "GET" and server.failing.get(path, 0) > 0
+        if server.down or fails:
+            server.failing[path] = server.failing.get(path, 0) - fails
             return self._send(503, b"")
         if path in server.redirects:
             return self._send(302, b"", {"Location": server.redirects[path]})

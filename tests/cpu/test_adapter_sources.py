@@ -25,6 +25,9 @@ from manylora.adapters.formats.manifest import MANIFEST, signed_text
 from manylora.cli import main
 from manylora.doors.http.options import NamedAdapter
 
+for driver in ("s3fs", "oras", "aiohttp"):
+    pytest.importorskip(driver, reason=f"URLs of adapters need {driver}: pip install 'manylora[sources]'")
+
 ADAPTER = DEMO / "adapters" / "chinese"
 FILES = {file.name: file.read_bytes() for file in ADAPTER.iterdir()}
 DIGESTS = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
@@ -132,6 +135,9 @@ def test_a_source_serves_like_its_folder(remote: Standin, served: Running, sourc
 def test_at_the_start_and_for_many_at_once_it_is_downloaded_once(remote: Standin, served: Running) -> None:
     assert text(served, "first") == text(served, "local")
     remote.files["/bucket/team/once.tar.gz"] = tar({**FILES, "README.json": b"once"})
+    remote.files["/bucket/team/once.zip"] = zipped(FILES)
+    remote.failing["/bucket/team/once.zip"] = 2
+    assert load(served, f"{remote.url}/bucket/team/once.zip") == ""
     remote.asked.clear()
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda n: load(served, "s3://bucket/team/once.tar.gz", f"n{n}"), range(4)))

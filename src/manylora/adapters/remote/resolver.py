@@ -36,7 +36,7 @@ URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 PLAIN = re.compile(r"[\w.~:/@+=,-]+", re.ASCII)  # what a request may write after the scheme
 CACHE_BYTES = 2**36
 AT_ONCE = 4  # downloads
-TRIES, RETRY_S = 3, 0.5
+WAITS_S = 0.5, 1.0  # before a file is asked for again
 PART, ABANDONED_S = ".part-", 60.0  # folders of downloads; older ones that nobody holds are left over
 NOTHING = f"it has no {' or '.join(MARKS)}"
 Result = TypeVar("Result")
@@ -244,15 +244,15 @@ class AdapterSources:
                 target = staging / (f".archive-{number}" if file.unpack else file.name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 before = done
-                for left in reversed(range(TRIES)):
+                for wait_s in (*WAITS_S, None):
                     try:
                         store.get(file, target, count)
                         break
                     except SourceError as error:
-                        if not (error.passing and left):
+                        if wait_s is None or not error.passing:
                             raise
-                    done = before
-                    time.sleep(RETRY_S * (TRIES - left))
+                        done = before
+                        time.sleep(wait_s)
                 if file.size not in (None, target.stat().st_size):
                     raise SourceError(
                         f"{file.name} does not have the {file.size} bytes that were told", passing=True

@@ -11,7 +11,7 @@ import pytest
 
 from manylora import LoRARequest
 from manylora.cli import main
-from manylora.doors.cli.benchmark.datasets import BenchRequest, write_dataset
+from manylora.doors.cli.prepare_dataset import BenchRequest, write_dataset
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 QUESTION = "Where is the capital of Japan? \\n答案:"

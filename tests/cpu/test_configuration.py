@@ -18,7 +18,7 @@ from manylora.config.repository import PARAMETERS as TRITON_ROWS
 from manylora.config.repository import engine_config
 from manylora.config.resolve import QUANT_KEYS
 from manylora.doors.cli.bench import ENGINE_FLAGS
-from manylora.doors.cli.benchmark.datasets import BenchRequest, write_dataset
+from manylora.doors.cli.prepare_dataset import BenchRequest, write_dataset
 from manylora.doors.http.arguments import parse_options
 from manylora.doors.http.options import LLM_ARGUMENTS
 from manylora.doors.python import base as llm_module

@@ -35,7 +35,7 @@ NO_TORCH = [
     "adapters.staging", "adapters.extras", "adapters.rules", "adapters.slicing", "adapters.cache.cache",
     "adapters.catalog", "adapters.text", "cli", "engine.sequence", "engine.guide", "engine.guide_trial",
     "engine.kv_cache", "engine.speculation", "engine.scheduler", "kernels.row_format", "kernels.cuda.plan",
-    "ranks.mapping", "doors.python", "doors.cli.benchmark", "doors.http", "doors.fleet", "doors.triton",
+    "ranks.mapping", "doors.python", "doors.http", "doors.fleet", "doors.triton",
     "trtllm_paths",
 ]  # fmt: skip
 CUDA_ROOMS = ("kernels.device", "kernels.cuda")

@@ -14,9 +14,9 @@ import pytest
 
 from manylora import LoRARequest
 from manylora.cli import COMMANDS, main
-from manylora.doors.cli.benchmark.datasets import BenchRequest, read_dataset, to_line
-from manylora.doors.cli.benchmark.report import Answer, Record, issue_rate, measure
-from manylora.doors.cli.benchmark.run import run_load
+from manylora.doors.cli.bench import run_load
+from manylora.doors.cli.bench_report import Answer, Record, issue_rate, measure
+from manylora.doors.cli.prepare_dataset import BenchRequest, read_dataset, to_line
 from manylora.errors import ConfigError
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"

@@ -7,24 +7,48 @@ manylora bench --model M prepare-dataset [options]
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib
 import json
+import os
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manylora.config.engine import SETTINGS
 from manylora.config.foreign import BENCH
 from manylora.config.hub import local_model
 from manylora.config.settings import add_flags
 from manylora.doors.cli import prepare_dataset
-from manylora.doors.cli.benchmark.report import Record, render
-from manylora.doors.cli.benchmark.run import Sample, run_bench
+from manylora.doors.cli.bench_report import (
+    Answer,
+    Record,
+    dataset_details,
+    issue_rate,
+    measure,
+    render,
+    tier_figures,
+)
+from manylora.doors.cli.prepare_dataset import BenchRequest, adapters_of, read_dataset, with_adapters
 from manylora.doors.python.options import llm_arguments, read_options
 from manylora.errors import ConfigError
+from manylora.stats import EngineStats
 from manylora.system.command_line import Parser
+from manylora.version import __version__
 
+if TYPE_CHECKING:
+    from manylora.doors.python import LLM
+
+PERIOD_S = 0.02
+Sample = tuple[float, EngineStats]
+"""Seconds of `time.monotonic`, and the engine's statistics at that time."""
+COUNTERS = ("host_stores", "host_evictions", "device_loads", "device_evictions")
 ENGINE_FLAGS = {row.bench: row for row in SETTINGS if row.bench}
 """The rows of the engine's settings by flag."""
 
@@ -109,44 +133,84 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 
 def _run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Record], list[Sample]]:
-    """Raises ConfigError, ValueError."""
+    """The report, and records and samples of the run with adapters. Raises ConfigError, ValueError."""
     if options.dataset is None:
         raise ConfigError("--dataset is missing: manylora prepare-dataset writes one")
     if options.concurrency == 0 or options.concurrency < -1:
         raise ConfigError(f"--concurrency must be -1 or at least 1, got {options.concurrency}")
-    named = options.model_path or options.model
+    named, streaming, concurrency = (
+        options.model_path or options.model,
+        options.streaming,
+        options.concurrency,
+    )
     if not named:
         raise ConfigError("--model must name the model's directory")
     model_dir = local_model(named)
     sampling = read_options(options.sampler_options) if options.sampler_options else {}
     if options.beam_width > 1:
         sampling |= {"use_beam_search": True, "n": 1, "best_of": options.beam_width}
-    return run_bench(
-        options.model or str(model_dir),
-        model_dir,
-        options.dataset,
-        _llm_arguments(options),
-        {**sampling, "end_id": options.eos_id},
-        num_requests=options.num_requests,
-        warmup=options.warmup,
-        concurrency=max(0, options.concurrency),
-        streaming=options.streaming,
-        compare_base=options.compare_base,
-        keep_text=options.no_skip_tokenizer_init,
-    )
-
-
-def _llm_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Flags override the file. Prefix reuse is off by default because datasets repeat prompts."""
-    found = read_options(options.config) if options.config else {}
-    llm_arguments(found)  # raises an error that names a wrong key of the file
-    found["kv_cache_config"] = {"enable_block_reuse": False} | (found.get("kv_cache_config") or {})
+    sampling["end_id"] = options.eos_id
+    # Flags override the file. Prefix reuse is off by default because datasets repeat prompts.
+    arguments = read_options(options.config) if options.config else {}
+    llm_arguments(arguments)  # raises an error that names a wrong key of the file
+    arguments["kv_cache_config"] = {"enable_block_reuse": False} | (arguments.get("kv_cache_config") or {})
     for flag, row in ENGINE_FLAGS.items():
         value = getattr(options, flag)
         part, _, field = row.llm.rpartition(".")
         if value is not None:
-            (found.setdefault(part, {}) if part else found)[field] = value
-    return llm_arguments(found)
+            (arguments.setdefault(part, {}) if part else arguments)[field] = value
+    from manylora.doors.python import LLM, LoraConfig
+
+    arguments = llm_arguments(arguments)
+    requests = read_dataset(options.dataset, options.num_requests)
+    bare = with_adapters(requests, [None] * len(requests))
+    has_adapters = bool(adapters_of(requests))
+    tokenizer = options.no_skip_tokenizer_init or any(request.input_ids is None for request in requests)
+    settings = {"skip_tokenizer_init": not tokenizer, **arguments}
+    if has_adapters:
+        settings.setdefault("lora_config", LoraConfig())  # every module is a target
+    with LLM(model_dir, **settings) as llm:
+
+        async def send(request: BenchRequest) -> Answer:
+            return await _send(llm, request, streaming, sampling)
+
+        def load(requests: Sequence[BenchRequest]) -> list[Record]:
+            if find_spec("tqdm") is None:
+                return asyncio.run(run_load(send, requests, concurrency))
+            tqdm = importlib.import_module("tqdm").tqdm
+            with tqdm(total=len(requests), desc="Requests", dynamic_ncols=True, disable=None) as bar:
+                return asyncio.run(run_load(send, requests, concurrency, lambda record: bar.update()))
+
+        asyncio.run(run_load(send, bare[: options.warmup], concurrency))
+        before = llm.stats().adapters
+        with _sampled(llm) as samples:
+            records = load(requests)
+        done = measure(records, streaming=streaming)
+        after, ratio = llm.stats().adapters, None
+        if options.compare_base and has_adapters:
+            plain = measure(load(bare), streaming=streaming)
+            rates = [one["performance"]["system_output_throughput_tok_s"] for one in (done, plain)]
+            ratio = rates[0] / rates[1]
+        report = _setup(options.model or str(model_dir), model_dir, llm, issue_rate(records))
+    cache = {name: getattr(after, name) - getattr(before, name) for name in COUNTERS}
+    adapters = {
+        "num_distinct": len(adapters_of(requests)),
+        "num_requests": sum(request.lora is not None for request in requests),
+        "tiers": tier_figures(records),
+        "cache": cache | {name: getattr(after, name) for name in ("host_adapters", "device_adapters")},
+        "ratio": ratio,
+    }
+    details = {"path": str(options.dataset), **dataset_details(records)}
+    decoding, stats = None, samples[-1][1]
+    if stats.draft_tokens:
+        decoding = {  # since the engine's start
+            "num_draft_tokens": stats.draft_tokens,
+            "num_accepted_draft_tokens": stats.accepted_draft_tokens,
+            "draft_acceptance_rate": stats.accepted_draft_tokens / stats.draft_tokens,
+            "acceptance_length": 1 + stats.accepted_draft_tokens / stats.drafts,  # per step with a draft
+        }
+    report |= {**done, "dataset": details, "adapters": adapters, "decoding_stats": decoding}
+    return report, records, samples
 
 
 def _write(
@@ -191,4 +255,115 @@ def _times(record: Record) -> dict[str, Any]:
         "latency_ms": (record.finished - record.started) * 1e3,
         "ttft_ms": record.ttft_ms,
         "error": record.error,
+    }
+
+
+async def run_load(
+    send: Callable[[BenchRequest], Awaitable[Answer]],
+    requests: Sequence[BenchRequest],
+    concurrency: int = -1,
+    on_done: Callable[[Record], None] = lambda record: None,
+) -> list[Record]:
+    """Send all requests. Returns records in their order. concurrency: requests at one time; -1: no limit."""
+    gate = asyncio.Semaphore(max(1, len(requests)) if concurrency == -1 else concurrency)
+
+    async def one(request: BenchRequest) -> Record:
+        async with gate:
+            started = time.monotonic()
+            try:
+                answer = await send(request)
+            except Exception as error:
+                text = str(error) or type(error).__name__
+                record = Record(request, started, time.monotonic(), None, text)
+            else:
+                record = Record(request, started, time.monotonic(), answer)
+        on_done(record)
+        return record
+
+    return list(await asyncio.gather(*map(one, requests)))
+
+
+async def _send(llm: LLM, request: BenchRequest, streaming: bool, sampling: dict[str, Any]) -> Answer:
+    from manylora.doors.python import SamplingParams
+
+    params = SamplingParams(**{**sampling, "max_tokens": request.output_tokens})
+    prompt = request.prompt if request.input_ids is None else request.input_ids
+    assert prompt is not None
+    result = llm.generate_async(prompt, params, request.lora, streaming)
+    first: float | None = None
+    if streaming:
+        async for piece in result:
+            if first is None and piece.outputs[0].token_ids:
+                first = time.monotonic()
+    output = await result
+    if first is None and output.metrics is not None and output.metrics.first_token_ns:
+        first = output.metrics.first_token_ns * 1e-9
+    ids = tuple(output.outputs[0].token_ids)
+    text = output.outputs[0].text or None
+    return Answer(first, len(output.prompt_token_ids), len(ids), ids, text, output.adapter_tier)
+
+
+@contextmanager
+def _sampled(llm: LLM) -> Iterator[list[Sample]]:
+    """Yields a list to which the engine's statistics are added every PERIOD_S seconds, and at the end."""
+    samples: list[Sample] = []
+    stop = threading.Event()
+
+    def run() -> None:
+        going = True
+        while going:
+            going = not stop.wait(PERIOD_S)
+            samples.append((time.monotonic(), llm.stats()))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _setup(model: str, model_dir: Path, llm: LLM, issue_rate: float | None) -> dict[str, Any]:
+    """The report's sections about model, machine and settings."""
+    from manylora.config.resolve import weights_algo
+    from manylora.kernels.device import open_device
+    from manylora.model.checkpoint import read_model_config
+    from manylora.model.weights import compute_dtype
+
+    config, device = llm.config, open_device(llm.config.device)
+    dtype = compute_dtype(config.dtype, read_model_config(model_dir), device)
+    name = str(dtype).removeprefix("torch.")
+    fp8_kv = config.quant is not None and config.quant.fp8_kv_cache
+    cpu = "unknown"
+    if Path("/proc/cpuinfo").is_file():
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    return {
+        "engine": {
+            "model": model,
+            "model_path": str(model_dir),
+            "backend": "pytorch",
+            "version": __version__,
+            "dtype": name,
+            "kv_cache_dtype": "fp8" if fp8_kv else name,
+            "quantization": weights_algo(config.model_dir, config.quant),
+        },
+        "machine": {
+            "name": cpu,
+            "device": device.name,
+            "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+            "cores": os.cpu_count(),
+        },
+        "world_info": {
+            "tp_size": config.tensor_parallel_size,
+            "pp_size": config.pipeline_parallel_size,
+            "ep_size": config.moe_expert_parallel_size,
+            "world_size": config.world_size,
+            "max_batch_size": config.max_batch_size,
+            "max_num_tokens": config.max_num_tokens,
+            "scheduling_policy": config.batch_scheduler_policy,
+            "kv_cache_percentage": 100 * config.kv_cache_free_gpu_mem_fraction,
+            "issue_rate": issue_rate,
+        },
     }

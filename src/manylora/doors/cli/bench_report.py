@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manylora.doors.cli.benchmark.datasets import BenchRequest
+from manylora.doors.cli.prepare_dataset import BenchRequest
 
 TIERS = {"device": "warm", "host": "host_cold", "disk": "disk_cold", "wire": "wire_cold"}
 """`Answer.adapter_tier` -> the name in reports."""

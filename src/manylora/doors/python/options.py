@@ -111,8 +111,13 @@ ARGUMENT_NAMES = {
 }
 
 
-def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of `resolve`. Nested configs are instances of their classes. Raises ConfigError."""
+def engine_config(model_dir: Path, arguments: Mapping[str, Any], **settings: Any) -> EngineConfig:
+    """arguments: nested configs are instances of their classes. settings: override the arguments. Raises
+    ConfigError, ValueError for a wrong lora_dir.
+    """
+    backend, moe = arguments.get("guided_decoding_backend"), arguments.get("moe_backend")
+    if backend is not None and backend not in GUIDE_BACKENDS:
+        raise ConfigError(f"guided_decoding_backend must be one of {GUIDE_BACKENDS}, got {backend!r}")
     given = {name: value for name, value in arguments.items() if name not in PARTS}
     for name, kind in PARTS.items():
         part = arguments.get(name)
@@ -131,7 +136,27 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
             if value not in values:
                 raise ConfigError(f"{name} must be one of {', '.join(map(str, values))}, got {value!r}")
             given[name] = values[value]
-    return rename(given, ARGUMENTS)
+    given, lora = rename(given, ARGUMENTS), arguments.get("lora_config")
+    if lora is not None:
+        # Names that the reader already knows may be repeated. It does not accept others.
+        known: dict[str, list[str]] = {}
+        for hf_name, module_id in [*ATTENTION_IDS.items(), *MLP_IDS.items(), *EXPERT_PATHS.items()]:
+            known.setdefault(MODULE_NAMES[module_id], []).append(hf_name)
+        for name, theirs in lora.trtllm_modules_to_hf_modules.items():
+            given_names, known_names = [theirs] if isinstance(theirs, str) else theirs, known.get(name, [])
+            wrong = [one for one in given_names if one not in known_names]
+            if wrong:
+                raise ConfigError(
+                    f"trtllm_modules_to_hf_modules: {name} as {wrong[0]!r} is not supported; known are "
+                    + (", ".join(known_names) or "none")
+                )
+        if lora.lora_dir and not lora.lora_target_modules:
+            model = read_model_config(model_dir)
+            given["target_modules"] = inferred_targets(lora, model, BaseWeights(model_dir))
+    config = resolve(model_dir, {**given, **settings}, DEFAULTS)
+    if moe is not None:
+        check_moe_backend(moe, config.lora.target_modules, read_model_config(model_dir))
+    return config
 
 
 def check_known(arguments: Mapping[str, Any]) -> None:
@@ -211,34 +236,6 @@ def modules_to_read(modules: Mapping[int, LoraModule], lora: LoraConfig | None) 
     if lora is None or lora.swap_gate_up_proj_lora_b_weight:
         return modules
     return {module_id: replace(module, gate_first=False) for module_id, module in modules.items()}
-
-
-def engine_config(model_dir: Path, arguments: Mapping[str, Any], **settings: Any) -> EngineConfig:
-    """settings: override the arguments. Raises ConfigError, ValueError for a wrong lora_dir."""
-    backend, moe = arguments.get("guided_decoding_backend"), arguments.get("moe_backend")
-    if backend is not None and backend not in GUIDE_BACKENDS:
-        raise ConfigError(f"guided_decoding_backend must be one of {GUIDE_BACKENDS}, got {backend!r}")
-    given, lora = engine_settings(arguments), arguments.get("lora_config")
-    if lora is not None:
-        # Names that the reader already knows may be repeated. It does not accept others.
-        known: dict[str, list[str]] = {}
-        for hf_name, module_id in [*ATTENTION_IDS.items(), *MLP_IDS.items(), *EXPERT_PATHS.items()]:
-            known.setdefault(MODULE_NAMES[module_id], []).append(hf_name)
-        for name, theirs in lora.trtllm_modules_to_hf_modules.items():
-            given_names, known_names = [theirs] if isinstance(theirs, str) else theirs, known.get(name, [])
-            wrong = [one for one in given_names if one not in known_names]
-            if wrong:
-                raise ConfigError(
-                    f"trtllm_modules_to_hf_modules: {name} as {wrong[0]!r} is not supported; known are "
-                    + (", ".join(known_names) or "none")
-                )
-        if lora.lora_dir and not lora.lora_target_modules:
-            model = read_model_config(model_dir)
-            given["target_modules"] = inferred_targets(lora, model, BaseWeights(model_dir))
-    config = resolve(model_dir, {**given, **settings}, DEFAULTS)
-    if moe is not None:
-        check_moe_backend(moe, config.lora.target_modules, read_model_config(model_dir))
-    return config
 
 
 def inferred_targets(lora: LoraConfig, model: ModelConfig, base: BaseWeights | None) -> tuple[str, ...]:

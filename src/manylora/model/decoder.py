@@ -276,17 +276,14 @@ class Decoder(DecoderLayers):
         return self._leave(x, delta, batch, kv, inputs)
 
     def _vectors(self, made_by: LayerInputs, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """Vectors for each layer, [layers, T, dim]. x: the embeddings."""
         return made_by(ids_of(batch), x, batch.lora)
 
     def _enter(self, x: Tensor, batch: ForwardBatch, kv: KvTensors) -> Tensor:
-        """The input of the first layer from embeddings: one residual stream or several."""
         return x if self._streams is None else self._streams.split(x, batch.lora)
 
     def _leave(
         self, x: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: KvTensors, inputs: Tensor | None
     ) -> Tensor:
-        """The logits from the last layer's output. inputs: as in `_layers`."""
         if self._streams is not None:
             x = self._streams.merge(x, batch.lora)
         if batch.pooled is not None:

@@ -219,7 +219,6 @@ class Mlp:
         return self.down(ACTIVATIONS[self.activation](y), lora)
 
     def _spread(self, gate: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each row [T, n] -> [T, 1]."""
         return gate.mean(-1, keepdim=True), gate.std(-1, keepdim=True, unbiased=False)
 
 

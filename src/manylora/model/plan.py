@@ -110,7 +110,6 @@ def _plain(name: str, source: str, rows: int, columns: int, biased: bool = True)
 
 
 def _classifier(config: ModelConfig, stored: Collection[str]) -> Plan:
-    """The classification head: a single layer, or RoBERTa's two."""
     hidden = config.hidden_size
     if "classifier.out_proj.weight" in stored:
         dense = _plain("score.dense", "classifier.dense", hidden, hidden)
@@ -168,7 +167,6 @@ def _encoder_decoder(
 
 
 def _around_layers(config: ModelConfig, names: TensorNames, root: str) -> Plan:
-    """Positions and norms of an encoder or a decoder, outside its layers."""
     own, hidden, specs = config.encoder, config.hidden_size, {}
     assert own is not None
     if config.learned_positions:

@@ -373,7 +373,6 @@ def _shared(moe: MoeConfig, hidden: int, names: TensorNames, source: str, block:
 
 
 def _grouped(fused: str, sizes: tuple[int, ...], groups: int) -> tuple[RowSlice, ...]:
-    """Parts of these sizes, stored in groups one after another."""
     total = sum(sizes)
     pieces, first = [], 0
     for size in sizes:

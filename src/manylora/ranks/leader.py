@@ -111,7 +111,6 @@ class Watch:
         self._end(END_S)
 
     def _look(self) -> None:
-        """Receive reports, for at most PERIOD_S."""
         now, links = self._clock.read(), {link.steps.fileno(): link for link in self.links}
         readable, _, _ = select.select(list(links), [], [], PERIOD_S)
         for number in readable:

@@ -262,5 +262,4 @@ def _of_stage(numbers: frozenset[int], layers: Sequence[int]) -> frozenset[int]:
 
 
 def _those(each: tuple[T, ...], layers: Sequence[int]) -> tuple[T, ...]:
-    """For these layers, the values that a family has per layer, if it has any."""
     return tuple(each[number] for number in layers) if each else ()

@@ -173,7 +173,6 @@ class SharedLayers(Transformer):
         return torch.empty((0, self.config.vocab_size), device=self._device)
 
     def _answer(self, batch: ForwardBatch) -> Tensor:
-        """On rank 0 the results of the last stage: logits, and hidden states after the final norm."""
         count, where, pooled = len(batch.logits_rows), self._device, batch.pooled
         rows = 0 if self._mapping.rank else count
         logits = torch.empty((rows, self.config.vocab_size), device=where)
@@ -294,7 +293,6 @@ class RankDecoder(SharedLayers, Decoder):
         return self._quantised_experts
 
     def _router(self, layer: int, moe: MoeConfig) -> Router:
-        """The router chooses among the experts of all ranks."""
         return super()._router(layer, self._model.moe or moe)
 
     def _moe(self, layer: int, moe: MoeConfig) -> Moe:

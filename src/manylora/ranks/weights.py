@@ -89,7 +89,6 @@ def of_stack(name: str) -> str:
 
 
 def _of_layer(name: str, spec: WeightSpec, model: ModelConfig, mapping: Mapping, number: int) -> Plan:
-    """One of a layer's weights. Empty if this rank has no part of it. number: of the layer."""
     tp, rank = mapping.tp_size, mapping.tp_rank
     model = model.of_layer(number)
     expert = EXPERT.fullmatch(name)
@@ -148,7 +147,6 @@ def _runs_of_heads(block: str, model: ModelConfig, mapping: Mapping, number: int
 
 
 def _recurrent_runs(own: RecurrentConfig, tp: int, rank: int) -> dict[str, list[range]]:
-    """Rows of a recurrent layer's weights that are divided by heads or channels."""
     if isinstance(own, Mamba2Config):  # neighbouring ranks share groups if there are fewer than ranks
         values = own.value_size, _share(own.value_size, tp, rank)
         heads = own.heads, _share(own.heads, tp, rank)
@@ -172,7 +170,6 @@ def _recurrent_runs(own: RecurrentConfig, tp: int, rank: int) -> dict[str, list[
 
 
 def _below(parts: Iterable[tuple[int, range]]) -> list[range]:
-    """Ranges of consecutive parts with these sizes."""
     runs, first = [], 0
     for size, run in parts:
         runs.append(range(run.start + first, run.stop + first))
@@ -181,7 +178,6 @@ def _below(parts: Iterable[tuple[int, range]]) -> list[range]:
 
 
 def _shares_of_parts(sizes: Iterable[int], count: int, number: int) -> list[range]:
-    """An equal share of each of several consecutive parts."""
     return _below((size, _share(size, count, number)) for size in sizes)
 
 

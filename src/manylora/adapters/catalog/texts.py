@@ -173,7 +173,7 @@ class RepositoryTexts:
         return self.find(acting[0].name, acting[0].task_id) if len(acting) == 1 else None
 
     def find(self, name: str | None, task_id: int | None) -> OwnText | None:
-        """As in `OwnTexts`."""
+        """None: use the base model's. May read files. Raises AdapterInvalidError."""
         place = self._place(name, task_id)
         return None if place is None else self._texts.find(*place)
 

@@ -150,7 +150,6 @@ class _Reader:
         return made
 
     def _sizes(self, info: TensorInfo, count: int) -> list[int]:
-        """Rows of fused matrices: q, k and v, or two of equal size."""
         if count != 3:
             return [info.shape[0] // count] * count
         q = self._one.heads * self._one.head_dim

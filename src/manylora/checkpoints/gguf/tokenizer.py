@@ -222,7 +222,6 @@ def _special_id(header: Header, name: str, tokens: list[str]) -> int | None:
 
 
 def _ends(header: Header, tokens: list[str], kind: str) -> dict[str, Any]:
-    """The tokens around a text, and between two."""
     pre = header.metadata.get("tokenizer.ggml.pre")
     names = {"bos": ("bos",), "eos": ("eos",), "sep": ("seperator", "eos")}
     if kind == "bert":

@@ -263,7 +263,6 @@ def _with_table(
 
 
 def _even(columns: int, groups: int) -> Tensor:
-    """The group of each input, for consecutive groups of equal size."""
     if groups < 1 or columns % groups:
         raise ConfigError(f"scales are for {groups} groups of inputs, which {columns} cannot be split into")
     return torch.arange(columns) // (columns // groups)

@@ -216,7 +216,6 @@ def _run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Record], lis
 def _write(
     options: argparse.Namespace, report: dict[str, Any], records: list[Record], samples: list[Sample]
 ) -> None:
-    """Write the files that were asked for. Raises OSError."""
     files: list[tuple[Path | None, Any]] = [
         (options.report_json, report),
         (options.output_json, [_output(record) for record in records]),
@@ -325,7 +324,6 @@ def _sampled(llm: LLM) -> Iterator[list[Sample]]:
 
 
 def _setup(model: str, model_dir: Path, llm: LLM, issue_rate: float | None) -> dict[str, Any]:
-    """The report's sections about model, machine and settings."""
     from manylora.config.resolve import weights_algo
     from manylora.kernels.device import open_device
     from manylora.model.checkpoint import read_model_config

@@ -86,7 +86,6 @@ def _take_trtllm_flags(given: dict[str, str], options: argparse.Namespace) -> No
 
 
 def _check_ranks(options: argparse.Namespace) -> None:
-    """Raises ConfigError unless this many ranks can share the model."""
     for name in ("tp_size", "pp_size"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(options, name)}")
@@ -100,7 +99,6 @@ def _check_ranks(options: argparse.Namespace) -> None:
 
 
 def _build(options: argparse.Namespace) -> str:
-    """Returns a line that says what was written."""
     from manylora.model.builder import BuildPlan, build
 
     quant = QuantConfig(

@@ -112,7 +112,6 @@ class Conversation:
                 print("\n(/exit or Ctrl-D leaves)")
 
     def _take(self, line: str) -> None:
-        """Raises RequestError, ValueError."""
         command, _, rest = line.partition(" ")
         if command == "/help":
             print(HELP)

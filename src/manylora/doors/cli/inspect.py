@@ -121,7 +121,6 @@ def _tensors(report: AdapterReport, modules: Mapping[int, LoraModule]) -> Iterat
 
 
 def _extras(extras: Sequence[LoraExtra]) -> Iterator[str]:
-    """A line for each kind of extra, listing all its layers."""
     layers: dict[str, list[int]] = defaultdict(list)
     for extra in extras:
         name = extra.name
@@ -199,7 +198,6 @@ def _model_facts(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _size(count: float) -> str:
-    """In units of 1024."""
     units = ["GiB", "MiB", "KiB", "bytes"]
     while count >= 1000 and len(units) > 1:
         count, _ = count / 1024, units.pop()

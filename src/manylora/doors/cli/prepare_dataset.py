@@ -179,7 +179,6 @@ def _parser(tokenizer: Path | None) -> argparse.ArgumentParser:
 
 
 def _lengths(options: argparse.Namespace, side: str) -> Lengths:
-    """Of prompts or outputs. Raises ValueError."""
     if options.kind == "token-norm-dist":
         mean, stdev = getattr(options, f"{side}_mean"), getattr(options, f"{side}_stdev")
         return lambda rng: max(1, round(rng.gauss(mean, stdev)))

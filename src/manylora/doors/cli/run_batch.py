@@ -38,7 +38,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _files(given: list[str]) -> tuple[Path, Path, list[str]]:
-    """Input, output, and the other arguments. Raises ConfigError."""
     first = given.pop(0) if given and not given[0].startswith("-") else None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-i", "--input-file", type=Path, default=None if first is None else Path(first))

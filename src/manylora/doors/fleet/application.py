@@ -89,7 +89,6 @@ class ServerReplica:
             raise RuntimeError("the engine has stopped")
 
     def _end(self, reason: str) -> None:
-        """Thread-safe. Ray starts another replica."""
         logger.critical("%s: this replica ends", reason)
         self._loop.call_soon_threadsafe(self._loop.call_later, GONE_S, os._exit, 1)
 
@@ -105,8 +104,6 @@ class Endpoint:
 
 
 class _Passed(Response):
-    """Makes Ray respond with an ASGI application."""
-
     def __init__(self, app: Any) -> None:
         super().__init__()
         self._app = app

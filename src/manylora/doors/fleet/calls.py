@@ -105,7 +105,6 @@ class FleetRouter(RequestRouter):
 
 
 def _adapter(pending_request: PendingRequest | None) -> str | None:
-    """The adapter that a call of `ServerReplica.answer` is for."""
     return None if pending_request is None else pending_request.kwargs.get("adapter")
 
 

@@ -77,8 +77,6 @@ def _answered(handle: Handler) -> Handler:
 
 
 class _Front:
-    """Handlers of requests; they raise ApiError."""
-
     def __init__(self, options: FleetOptions, replicas: DeploymentHandle) -> None:
         self._options, self._replicas = options, replicas
         self._keyring = Keyring(
@@ -231,7 +229,6 @@ class _Front:
 
 
 def _replica_states() -> dict[str, int]:
-    """States of the replicas in the application with our deployment, whatever its name."""
     for application in serve.status().applications.values():
         if found := application.deployments.get(DEPLOYMENT):
             return {str(getattr(state, "value", state)): n for state, n in found.replica_states.items()}

@@ -7,7 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -72,13 +72,8 @@ Values = Mapping[str, np.ndarray | ServerTensor]
 T = TypeVar("T")
 
 
-class CallModel(Protocol):
-    def __call__(
-        self, model: str, inputs: Values, outputs: Sequence[str], request_id: str = ""
-    ) -> Iterable[Mapping[str, ServerTensor]]:
-        """The outputs of each response, as they arrive. request_id: for an engine's model. Raises
-        RequestError.
-        """
+CallModel = Callable[..., Iterable[Mapping[str, ServerTensor]]]
+"""Calls another model: see `ServerCalls.call`."""
 
 
 class ClientRequest:
@@ -127,7 +122,7 @@ class TextGenerator:
     def __init__(self, call: CallModel, engine: str, draft: str | None, accumulate: bool) -> None:
         self._call, self._engine, self._draft, self._accumulate = call, engine, draft, accumulate
 
-    def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
+    def answer(self, client: ClientRequest, request: ServerRequest) -> Iterator[Values]:
         """`responses` to one of the server's requests."""
         check_parameters(request.parameters())
         tensors = {tensor.name(): tensor for tensor in request.inputs()}
@@ -275,7 +270,6 @@ def _interleaved(streams: Sequence[Iterator[T]]) -> Iterator[T]:
 
 
 def _prompt(ids: list[int], count: int) -> dict[str, np.ndarray]:
-    """Inputs for `count` new tokens after ids."""
     return {
         "input_ids": np.array([ids], np.int32),
         "input_lengths": np.array([[len(ids)]], np.int32),
@@ -302,7 +296,6 @@ def _response(texts: Sequence[str], outputs: Values, index: int | None) -> Value
 
 
 def _counts(inputs: Arrays, engine_inputs: Values, outputs: Values) -> Values:
-    """Token counts of the prompt, and of the first beam in this response, if requested."""
     found = {}
     if _number(inputs, "return_num_input_tokens"):
         found["num_input_tokens"] = _array(engine_inputs["input_lengths"])[:1].reshape(1, 1)
@@ -323,7 +316,6 @@ def _array(value: np.ndarray | ServerTensor) -> np.ndarray:
 
 
 def _number(inputs: Arrays, name: str) -> int:
-    """A scalar input, or 0 if absent."""
     return int(inputs[name].reshape(-1)[0]) if name in inputs else 0
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class LastOutputs(dict[str, Any]):
     """Outputs of a response that is known to be the last one. It is sent with the final flag."""
 
 
-class BlsWorker(Generic[Response]):
+class BlsWorker:
     """name: the model's, for the log. lifeline: gets the number of open requests. call: calls other models.
     answer: yields the outputs of each response to a request; none after LastOutputs. decoupled: any number of
     responses per request; otherwise only the first is sent. respond, fail: make a response. before: called
@@ -85,7 +85,7 @@ class BlsWorker(Generic[Response]):
         self,
         name: str,
         lifeline: Lifeline,
-        answer: Callable[[ClientRequest, ServerRequest[Any]], Iterator[Values]],
+        answer: Callable[[ClientRequest, ServerRequest], Iterator[Values]],
         decoupled: bool,
         call: CallModel,
         respond: Callable[[Values], Response],
@@ -98,9 +98,9 @@ class BlsWorker(Generic[Response]):
         self._respond, self._fail, self._before = respond, fail, before
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="manylora-bls")
         # (client, sender, response, flags)
-        self._outbox: queue.SimpleQueue[
-            tuple[ClientRequest, ResponseSender[Response], Response | None, int] | None
-        ] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[ClientRequest, ResponseSender, Response | None, int] | None] = (
+            queue.SimpleQueue()
+        )
         self._clients: set[ClientRequest] = set()
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -112,7 +112,7 @@ class BlsWorker(Generic[Response]):
         for thread in self._threads:
             thread.start()
 
-    def execute(self, requests: Sequence[ServerRequest[Response]]) -> None:
+    def execute(self, requests: Sequence[ServerRequest]) -> None:
         for request in requests:
             sender = request.get_response_sender()
             client = ClientRequest(sender.is_cancelled)
@@ -128,9 +128,7 @@ class BlsWorker(Generic[Response]):
         for thread in self._threads:
             thread.join()
 
-    def _answer(
-        self, request: ServerRequest[Response], sender: ResponseSender[Response], client: ClientRequest
-    ) -> None:
+    def _answer(self, request: ServerRequest, sender: ResponseSender, client: ClientRequest) -> None:
         with self._lifeline.busy():
             last: Response | None = None
             try:
@@ -195,7 +193,9 @@ class ServerCalls:
     def call(
         self, model: str, inputs: Values, outputs: Sequence[str], request_id: str = ""
     ) -> Iterator[Mapping[str, Any]]:
-        """As `CallModel`."""
+        """The outputs of each response of a model, as they arrive. request_id: for an engine's model. Raises
+        RequestError.
+        """
         request = self._pb_utils.InferenceRequest(
             model_name=model,
             inputs=self._tensors(inputs),
@@ -239,6 +239,5 @@ class ServerCalls:
         return self._pb_utils.InferenceResponse(error=kinds(str(error), code))
 
     def _tensors(self, values: Values) -> list[Any]:
-        """An array becomes a tensor. A tensor of the server's is passed through."""
         make = self._pb_utils.Tensor
         return [make(name, one) if isinstance(one, np.ndarray) else one for name, one in values.items()]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,8 +26,7 @@ from manylora.doors.triton.encode import Item, ResponseEncoder, adapter_told, me
 from manylora.doors.triton.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest, send
 from manylora.doors.triton.shape_guard import read_inputs
 from manylora.errors import DrainingError, RequestError
-from manylora.request import Event, FinishReason, LoraInput, LoraMix
-from manylora.stats import EngineStats
+from manylora.request import Event, FinishReason, LoraInput
 from manylora.system.lifeline import RUN_DIR, Lifeline
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class DisconnectReporter:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
 
-    def check_one(self, requests: Sequence[ServerRequest[Any]]) -> None:
+    def check_one(self, requests: Sequence[ServerRequest]) -> None:
         """Check whether one of these requests was cancelled, unless another check was made a moment ago."""
         now = time.monotonic()
         if self._path is None or now - self._asked < PERIOD_S:
@@ -99,11 +98,6 @@ def _path() -> Path | None:
     return Path(folder) / SOCKET if folder else None
 
 
-class MetricsExporter(Protocol):
-    def update(self, stats: EngineStats) -> None: ...
-    def observe(self, lora: LoraInput | LoraMix | None, event: Event) -> None: ...
-
-
 @dataclass(frozen=True)
 class EngineModelOptions:
     """Parameters of the model other than the engine's. Periods in seconds."""
@@ -130,7 +124,7 @@ class EngineModelOptions:
 
 
 @dataclass(eq=False)
-class TritonCall(Generic[Response]):
+class TritonCall:
     """One request from Triton, whose items are requests to the engine.
 
     request_id: the client's own; may be empty or repeated. number: [1, 1] int64, unique; see
@@ -139,7 +133,7 @@ class TritonCall(Generic[Response]):
     """
 
     request_id: str
-    sender: ResponseSender[Response]
+    sender: ResponseSender
     number: np.ndarray
     tickets: list[int] = field(default_factory=list)
     open: int = 0
@@ -147,9 +141,10 @@ class TritonCall(Generic[Response]):
     done: bool = False
 
 
-class EngineWorker(Generic[Response]):
-    """lifeline: gets the number of open requests and the engine's progress. respond, fail: make a response.
-    read_bfloat16: reads a tensor of this type, which NumPy does not have.
+class EngineWorker:
+    """lifeline: gets the number of open requests and the engine's progress. metrics: model_repo's
+    Exporter. respond, fail: make a response. read_bfloat16: reads a tensor of this type, which NumPy does not
+    have.
     """
 
     def __init__(
@@ -157,7 +152,7 @@ class EngineWorker(Generic[Response]):
         engine: EngineLoop,
         options: EngineModelOptions,
         lifeline: Lifeline,
-        metrics: MetricsExporter,
+        metrics: Any,
         respond: Callable[[Outputs], Response],
         fail: Callable[[Exception], Response],
         read_bfloat16: Callable[[Any], np.ndarray] | None = None,
@@ -165,16 +160,16 @@ class EngineWorker(Generic[Response]):
         self._engine, self._options, self._lifeline, self._metrics = engine, options, lifeline, metrics
         self._respond, self._fail, self._read_bfloat16 = respond, fail, read_bfloat16
         self._lock, self._numbers = threading.Lock(), count(1)
-        self._calls: set[TritonCall[Response]] = set()  # not answered yet
-        self._unchecked: list[TritonCall[Response]] = []  # in this round of `_cancel_abandoned`
-        self._outbox: queue.SimpleQueue[Item[TritonCall[Response]] | None] = queue.SimpleQueue()
+        self._calls: set[TritonCall] = set()  # not answered yet
+        self._unchecked: list[TritonCall] = []  # in this round of `_cancel_abandoned`
+        self._outbox: queue.SimpleQueue[Item[TritonCall] | None] = queue.SimpleQueue()
         lifeline.activity = self._activity
         self._sender = threading.Thread(target=self._send_all, name="manylora-send", daemon=True)
         self._sender.start()
         # Clients of the ensemble: Triton tells only postprocessing that they have left.
         listen(lambda number: self._cancel_those(lambda call: call.number.item() == number))
 
-    def execute(self, requests: Sequence[ServerRequest[Response]]) -> None:
+    def execute(self, requests: Sequence[ServerRequest]) -> None:
         for request in requests:
             self._take(request)
 
@@ -189,7 +184,7 @@ class EngineWorker(Generic[Response]):
         """
         return len(self._calls) or int(self._engine.stalled_s > STALLED_S), self._engine.stats().steps
 
-    def _take(self, request: ServerRequest[Response]) -> None:
+    def _take(self, request: ServerRequest) -> None:
         number = np.array([[next(self._numbers)]], np.int64)
         call = TritonCall(request.request_id(), request.get_response_sender(), number)
         try:
@@ -210,7 +205,7 @@ class EngineWorker(Generic[Response]):
         if call.done:  # another item of the batch has already failed
             self._cancel(call)
 
-    def _submit(self, call: TritonCall[Response], arrays: Arrays) -> None:
+    def _submit(self, call: TritonCall, arrays: Arrays) -> None:
         options, limits = self._options, (self._engine.has_encoder, self._engine.max_seq_len)
         decoded = decode_requests(arrays, call.request_id, options.decoupled, *limits)
         call.open = len(decoded)
@@ -222,16 +217,16 @@ class EngineWorker(Generic[Response]):
             encoder = ResponseEncoder(one.request, place, exclude, one.statistics, options.logits_dtype)
             call.tickets.append(self._engine.submit(one.request, partial(self._sink, call, encoder)))
 
-    def _sink(self, call: TritonCall[Response], encoder: ResponseEncoder, event: Event) -> None:
+    def _sink(self, call: TritonCall, encoder: ResponseEncoder, event: Event) -> None:
         self._outbox.put((call, encoder, event))
 
-    def _cancel_those(self, is_meant: Callable[[TritonCall[Response]], bool]) -> None:
+    def _cancel_those(self, is_meant: Callable[[TritonCall], bool]) -> None:
         with self._lock:
             calls = [call for call in self._calls if is_meant(call)]
         for call in calls:
             self._cancel(call)
 
-    def _cancel(self, call: TritonCall[Response]) -> None:
+    def _cancel(self, call: TritonCall) -> None:
         for ticket in call.tickets:
             self._engine.cancel(ticket)
 
@@ -269,7 +264,7 @@ class EngineWorker(Generic[Response]):
                 self._metrics.update(self._engine.stats())
                 shown = now
 
-    def _waiting(self) -> list[Item[TritonCall[Response]] | None]:
+    def _waiting(self) -> list[Item[TritonCall] | None]:
         """All items to be sent. None at the end means that nothing more will come."""
         try:
             batch = [self._outbox.get(timeout=self._options.cancellation_period)]
@@ -279,7 +274,7 @@ class EngineWorker(Generic[Response]):
             batch.append(self._outbox.get())
         return batch
 
-    def _send(self, call: TritonCall[Response], encoder: ResponseEncoder | None, event: Event) -> None:
+    def _send(self, call: TritonCall, encoder: ResponseEncoder | None, event: Event) -> None:
         if event.finish_reason is not None:
             self._metrics.observe(encoder.request.lora if encoder is not None else UNREAD, event)
         if event.error is not None and not call.started:
@@ -303,17 +298,17 @@ class EngineWorker(Generic[Response]):
                 call.started = True
                 send(call.sender, response)
 
-    def _finish(self, call: TritonCall[Response], response: Response) -> None:
+    def _finish(self, call: TritonCall, response: Response) -> None:
         if not call.done:
             self._close(call)
             send(call.sender, response, FINAL)
 
-    def _close(self, call: TritonCall[Response]) -> None:
+    def _close(self, call: TritonCall) -> None:
         with self._lock:
             self._calls.discard(call)
         call.done = True
 
-    def _give_up(self, call: TritonCall[Response], error: Exception) -> None:
+    def _give_up(self, call: TritonCall, error: Exception) -> None:
         """A response could not be created or sent: stop its request."""
         refusal = client_error(error, NAME)
         self._cancel(call)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any
 
 import numpy as np
 
@@ -47,7 +46,7 @@ class LlmapiModel:
         self._lock = Lock()
         self._open: set[tuple[str, ClientRequest]] = set()  # with the client's own id
 
-    def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
+    def answer(self, client: ClientRequest, request: ServerRequest) -> Iterator[Values]:
         check_parameters(request.parameters())
         arrays, name = read_inputs(request.inputs()), request.request_id()
         if scalar(arrays, "stop", False):
@@ -70,7 +69,6 @@ class LlmapiModel:
 
     @contextmanager
     def _named(self, name: str, client: ClientRequest) -> Iterator[None]:
-        """Context for a request that can be stopped by its id."""
         with self._lock:
             self._open.add((name, client))
         try:
@@ -80,7 +78,6 @@ class LlmapiModel:
                 self._open.discard((name, client))
 
     def _asked(self, arrays: Arrays) -> tuple[PromptRequest, str]:
-        """The request, and the text to put before the output."""
         refuse(arrays, "image_url", f"{PREFIX}logits_post_processor_name")
         text, streaming = scalar(arrays, "text_input"), bool(scalar(arrays, "streaming", False))
         if streaming and not self._decoupled:
@@ -104,7 +101,6 @@ class LlmapiModel:
         return made, "" if exclude else text
 
     def _lora(self, arrays: Arrays) -> LoraInput | LoraMix | None:
-        """The adapter by path, name, or the engine's id; or several that act together."""
         if "lora_mix_names" in arrays or "lora_mix_scales" in arrays:
             others = [name for name in ALONE if name in arrays]
             if others:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,15 +17,8 @@ Arrays = Mapping[str, np.ndarray]
 """Tensors by name, each with its leading batch dimension."""
 
 
-class ServerResponse(Protocol):
-    """The backend's InferenceResponse. Only models can create one."""
-
-    def output_tensors(self) -> Sequence[object]: ...
-
-
-Response = TypeVar("Response", bound=ServerResponse)
-
-Sent = TypeVar("Sent", contravariant=True)
+Response = Any
+"""The backend's InferenceResponse. Only models can create one."""
 
 
 class ServerTensor(Protocol):
@@ -34,22 +27,22 @@ class ServerTensor(Protocol):
     def as_numpy(self) -> np.ndarray: ...
 
 
-class ResponseSender(Protocol[Sent]):
+class ResponseSender(Protocol):
     """Takes the responses to one request. Thread-safe."""
 
-    def send(self, response: Sent | None = None, flags: int = 0) -> None: ...
+    def send(self, response: Response | None = None, flags: int = 0) -> None: ...
     def is_cancelled(self) -> bool: ...
 
 
-class ServerRequest(Protocol[Sent]):
+class ServerRequest(Protocol):
     def request_id(self) -> str: ...
     def parameters(self) -> str: ...
     def inputs(self) -> Sequence[ServerTensor]: ...
-    def get_response_sender(self) -> ResponseSender[Sent]: ...
+    def get_response_sender(self) -> ResponseSender: ...
     def is_cancelled(self) -> bool: ...
 
 
-def send(sender: ResponseSender[Response], response: Response | None, flags: int = 0) -> None:
+def send(sender: ResponseSender, response: Response | None, flags: int = 0) -> None:
     """As the sender's own `send`. response: None only with the flag FINAL. Thread-safe.
 
     The binding sends without the GIL, and drops outputs that the client did not request. Freeing their arrays

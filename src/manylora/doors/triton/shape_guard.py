@@ -79,7 +79,6 @@ def _is_possible(shape: Iterable[int]) -> bool:
 
 
 def _compiled(numpys_own: int | None) -> Any:
-    """The function in shape_guard.c. None without a compiler."""
     try:
         library = load_library(SOURCE)
     except (OSError, subprocess.SubprocessError) as error:
@@ -104,7 +103,6 @@ def _interpreted(numpys_own: int | None) -> Any:
 
 
 def _numpy_functions() -> int:
-    """The address of NumPy's C API table."""
     version = int(np.__version__.split(".")[0])
     module = importlib.import_module("numpy.core.multiarray" if version < 2 else "numpy._core.multiarray")
     pointer = ctypes.pythonapi.PyCapsule_GetPointer

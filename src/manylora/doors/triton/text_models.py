@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from manylora.generation.tokenizer import Tokenizer
 from manylora.system.lifeline import Lifeline
 from manylora.system.text_threads import LONG, TextThreads
 
+if TYPE_CHECKING:
+    from manylora.adapters.catalog.texts import RepositoryTexts
+
 logger = logging.getLogger("manylora")
 
 REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
@@ -38,7 +41,7 @@ WORD_COST = 16  # a word, even an empty one, takes as long as this many characte
 MAX_TOKENS = 2**20  # maximum per request of postprocessing
 
 
-class TextWorker(Generic[Response]):
+class TextWorker:
     """name: the model's, for the log. lifeline: gets the number of open requests. length: of a request's
     texts, in characters or tokens; raises RequestError. respond, fail: make the response to inputs or an
     error's text.
@@ -57,7 +60,7 @@ class TextWorker(Generic[Response]):
         self._length, self._respond, self._fail = length, respond, fail
         self._threads = TextThreads()
 
-    def execute(self, requests: Sequence[ServerRequest[Response]]) -> list[Response | None]:
+    def execute(self, requests: Sequence[ServerRequest]) -> list[Response | None]:
         """The return value of a model's `execute`. None: the response is sent later."""
         with self._lifeline.busy():
             return [self._answer(request) for request in requests]
@@ -65,7 +68,7 @@ class TextWorker(Generic[Response]):
     def close(self) -> None:
         self._threads.close()
 
-    def _answer(self, request: ServerRequest[Response]) -> Response | None:
+    def _answer(self, request: ServerRequest) -> Response | None:
         try:
             check_parameters(request.parameters(), log=False)
             inputs = read_inputs(request.inputs())
@@ -79,7 +82,7 @@ class TextWorker(Generic[Response]):
         threads.submit(self._send, request.get_response_sender(), inputs, busy)
         return None
 
-    def _send(self, sender: ResponseSender[Response], inputs: Arrays, busy: ExitStack) -> None:
+    def _send(self, sender: ResponseSender, inputs: Arrays, busy: ExitStack) -> None:
         with busy:
             try:
                 send(sender, self._response(inputs), FINAL)
@@ -91,16 +94,6 @@ class TextWorker(Generic[Response]):
             return self._respond(inputs)
         except Exception as error:
             return self._fail(client_message(error, self._name))
-
-
-class OwnTexts(Protocol):
-    """What comes with adapters, by name or task id."""
-
-    def find(self, name: str | None, task_id: int | None) -> OwnText | None:
-        """None: use the base model's. May read files. Raises AdapterInvalidError."""
-
-    def is_at_hand(self, name: str | None, task_id: int | None) -> bool:
-        """Whether `find` reads no large file."""
 
 
 def open_tokenizer(parameters: Mapping[str, str]) -> Tokenizer:
@@ -124,7 +117,7 @@ class Preprocessor:
         tokenizer: Tokenizer,
         add_special_tokens: bool,
         context: int | None,
-        own: OwnTexts | None = None,
+        own: RepositoryTexts | None = None,
     ) -> None:
         self._tokenizer, self._own = tokenizer, own
         self._add_special_tokens, self._context = add_special_tokens, context
@@ -225,7 +218,6 @@ def adapters_of(inputs: Arrays, count: int) -> list[tuple[str | None, int | None
 
 
 def _told(given: bytes | str | None) -> tuple[str | None, int | None]:
-    """Name and task id from the result of `adapter_told`."""
     text = given.decode(errors="replace") if isinstance(given, bytes) else given or ""
     kind, _, value = text.partition(" ")
     if kind == "name":
@@ -265,7 +257,6 @@ def _words(inputs: Arrays, name: str, items: Sequence[OwnText]) -> Words | None:
 
 
 def _stops(inputs: Arrays, items: Sequence[OwnText], ends: Sequence[Sequence[int]]) -> Words | None:
-    """Stop words, including those of the adapter."""
     given, asked = _words(inputs, "STOP_WORDS_DICT", items), "END_ID" in inputs
     found = []
     for index, (item, end_ids) in enumerate(zip(items, ends, strict=True)):
@@ -277,7 +268,6 @@ def _stops(inputs: Arrays, items: Sequence[OwnText], ends: Sequence[Sequence[int
 
 
 def _sampling_defaults(text: OwnText) -> bytes:
-    """What comes with an adapter for fields of `SamplingConfig`, as JSON."""
     fields = {k: v for k, v in text.defaults.fields.items() if k not in ("stop", "stop_token_ids")}
     if fields.get("top_p") == 0:
         fields |= {"top_p": 1.0, "top_k": 1}  # greedy
@@ -302,9 +292,11 @@ def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[np.ndarray, np.nda
 
 
 class Postprocessor:
-    """own: what comes with adapters; None: all use the base model's tokenizer."""
+    """skip: leave special tokens out. own: what comes with adapters; None: the base model's tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, own: OwnTexts | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool, own: RepositoryTexts | None = None
+    ) -> None:
         self._tokenizer, self._own = tokenizer, own
         self._skip = skip_special_tokens
 

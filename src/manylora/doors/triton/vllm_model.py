@@ -132,7 +132,7 @@ class VllmModel:
         self._runner = runner
         self._names, self._enabled, self._observe = list(names), enabled, observe
 
-    def answer(self, client: ClientRequest, request: ServerRequest[Any]) -> Iterator[Values]:
+    def answer(self, client: ClientRequest, request: ServerRequest) -> Iterator[Values]:
         name = ""
         try:
             arrays = read_inputs(request.inputs())
@@ -188,7 +188,6 @@ class VllmModel:
         return LastOutputs(found)
 
     def _asked(self, arrays: Arrays, given: Mapping[str, Any], extras: set[str]) -> tuple[PromptRequest, str]:
-        """The request, and the text to put before the output. given: from `_given`."""
         refuse(arrays, "image")
         if "text_input" not in arrays:
             raise RequestError("text_input is required")

@@ -94,7 +94,6 @@ def text_settings(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 
 
 def _rope_kind(scaling: dict[str, Any], renamed: Mapping[str, str]) -> str:
-    """Removes the scaling's name from `scaling` and returns it. Raises ConfigError."""
     old = scaling.pop("type", None)
     kind = str(scaling.pop("rope_type", None) or old or "default")
     kind = renamed.get(kind, kind)

@@ -155,7 +155,6 @@ NEMOTRON_H_NAMES = TensorNames(
 
 
 def _nemotron_h_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the kinds of the layers, which also determine their number."""
     kinds, pattern = raw["layers_block_type"], raw["hybrid_override_pattern"]
     if kinds is None and pattern is not None:
         kinds = [LAYER_LETTERS.get(letter, letter) for letter in pattern]
@@ -236,7 +235,6 @@ MULTIPLIED = (
 
 
 def _falcon_h1(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the config. The multiplier of keys becomes part of the attention scale."""
     mamba = read_mamba(raw, frozenset(range(raw["num_hidden_layers"])), raw["mamba_d_ssm"])
     assert mamba is not None, "every layer has one"
     gate, down = _numbers(raw, "mlp_multipliers", 2)

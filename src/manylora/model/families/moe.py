@@ -60,7 +60,6 @@ MIXTRAL = TensorNames(sparse="block_sparse_moe", expert_up_gate=("w3", "w1"), ex
 
 
 def _everywhere(raw: Mapping[str, Any], count: int, normalised: bool = True) -> MoeConfig:
-    """Experts in every layer, in place of its MLP."""
     layers, inner = frozenset(range(raw["num_hidden_layers"])), raw["intermediate_size"]
     return checked_moe(MoeConfig(count, raw["num_experts_per_tok"], inner, normalised, layers))
 

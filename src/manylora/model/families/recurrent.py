@@ -55,7 +55,6 @@ def _next(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Every layer has experts, and their weights are normalised to a sum of 1."""
     return _next({**SPARSE, **raw, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True})
 
 
@@ -92,7 +91,6 @@ def _recurrent(raw: Mapping[str, Any]) -> DeltaConfig | None:
 
 
 def _as_dense(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Sets intermediate_size, which these models lack because no layer has a plain MLP."""
     return {**raw, "intermediate_size": raw["moe_intermediate_size"]}
 
 

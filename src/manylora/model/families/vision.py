@@ -58,7 +58,6 @@ def _llava(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tied(raw: Mapping[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """Older files have tie_word_embeddings inside text_config."""
     inner = (raw["text_config"] or {}).get("tie_word_embeddings", False)
     return {**text, "tie_word_embeddings": bool(raw["tie_word_embeddings"] or inner)}
 

@@ -264,7 +264,6 @@ def _start(options: Namespace, run_dir: RunDirectory, write: Callable[[Path], Pa
 
 
 def _remove_leftovers(run_dir: RunDirectory) -> None:
-    """Of a server that was killed."""
     remove_leftovers(run_dir.path, None if run_dir.rank else run_dir.http_port)
 
 
@@ -352,7 +351,6 @@ def _report_failure(reason: str | None, run_dir: RunDirectory) -> None:
 
 
 def _nothing_here(options: Namespace) -> str:
-    """That no server runs on this port, and on which ones others do."""
     others = ", ".join(map(str, running_ports()))
     text = f"no server was launched on http port {options.http_port}"
     return text + (f", but on {others}: give --http_port" if others else "")

@@ -67,7 +67,6 @@ class ClientConnection(asyncio.Protocol):
         self._begin()
 
     def _begin(self) -> None:
-        """Wait for a request."""
         self._head: Head | None = None
         self._chunks: ChunkedBody | None = None
         self._rest = 0  # bytes of the body that go on to the server unseen
@@ -131,7 +130,6 @@ class ClientConnection(asyncio.Protocol):
             self.close()
 
     def _wait(self) -> None:
-        """Set the deadline, unless the connection is being closed."""
         if self._closed or self._refused or self._transport.is_closing():
             return
         seconds = IDLE_S
@@ -146,7 +144,6 @@ class ClientConnection(asyncio.Protocol):
     # The request.
 
     def _advance(self, size: int) -> None:
-        """Go on with what was received, of which the last `size` bytes are new."""
         try:
             if self._sent:  # it is the next request's
                 self._transport.pause_reading()
@@ -160,7 +157,6 @@ class ClientConnection(asyncio.Protocol):
             self._count()
 
     def _read_head(self, size: int) -> bool:
-        """Whether it is complete."""
         if size == len(self._received):
             self._wait()
         end = self._received.find(b"\r\n\r\n", max(0, len(self._received) - size - 3))
@@ -212,14 +208,12 @@ class ClientConnection(asyncio.Protocol):
             self._forward(head, body, server)
 
     def _went_on(self, size: int) -> None:
-        """The client has sent a part of the body."""
         self._step += size
         if self._step >= STEP or (self._sent and not self._rest):
             self._step = 0
             self._wait()
 
     def _count(self) -> None:
-        """Bound the memory of incomplete requests."""
         held = len(self._received) + self._checked + (len(self._chunks.body) if self._chunks else 0)
         self._proxy.waiting_bytes += held - self._counted
         self._counted = held
@@ -291,7 +285,6 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = self._proxy.time() + SILENCE_S
 
     def _release(self) -> None:
-        """End the request at the server, if one is open."""
         if self._server is not None:
             self._server.client = None
             self._server.close()

@@ -257,7 +257,6 @@ class TritonServer:
         return None
 
     def _lasts(self, what: str, pid: int, now: bool) -> float:
-        """For how many seconds the problem has lasted."""
         if not now:
             self._since.pop((what, pid), None)
             return 0.0
@@ -300,9 +299,6 @@ class TritonServer:
         return None
 
     def _hangs(self) -> str | None:
-        """Whether a process was stopped, the server or its proxy stopped responding, a model's process
-        stopped reporting, or the engine stopped stepping while requests are open.
-        """
         limit = self._options.hang_timeout
         if not limit:
             return None
@@ -398,7 +394,6 @@ class TritonServer:
 
 
 def _processor_time(pid: int) -> float:
-    """Seconds that a process has used. 0 if there is none."""
     fields = stat_of(pid)
     return (int(fields[USER]) + int(fields[SYSTEM])) / TICK if fields else 0.0
 

@@ -123,7 +123,6 @@ class Supervisor:
         return self._signals > 0
 
     def _watch(self) -> str | None:
-        """Return why the service has to be restarted, or None if it has to stop."""
         while not self._stopping():
             if (loss := self._service.loss()) is not None:
                 return loss
@@ -131,7 +130,6 @@ class Supervisor:
         return None
 
     def _start_first(self) -> None:
-        """Raises ConfigError if the service cannot work."""
         for attempt in range(1, START_TRIES + 1):
             try:
                 self._start()
@@ -145,7 +143,6 @@ class Supervisor:
                 logger.warning("%s; trying again", error)
 
     def _start_again(self, loss: str) -> None:
-        """Raises ConfigError if it is given up."""
         if self._tries == 0:
             raise ConfigError(loss)
         restarts = self.status["restarts"] + 1

@@ -20,7 +20,7 @@ from manylora.adapters.report import BaseModel, inspect_adapter
 from manylora.adapters.tensors import Adapter
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.doors.cli.convert import main as convert
-from manylora.doors.triton.decode import decode_requests
+from manylora.doors.triton.codec import decode_requests
 from manylora.doors.triton.engine_client import request_tensors
 from manylora.doors.triton.metrics import RequestMeter
 from manylora.engine.engine import Engine

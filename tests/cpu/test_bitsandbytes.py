@@ -20,10 +20,8 @@ from safetensors.torch import load_file, save_file
 from test_parity_adapters import agree, mixed_logits
 from tiny_models import make_adapter, make_model, reference_logits
 
-from manylora.checkpoints.quant.checkpoint import CheckpointQuant
-from manylora.checkpoints.quant.checkpoint_weights import CheckpointWeights
-from manylora.checkpoints.quant.config import QuantAlgo
-from manylora.checkpoints.quant.layouts import STATE
+from manylora.checkpoints.quant.config import CheckpointQuant, QuantAlgo
+from manylora.checkpoints.quant.layouts import STATE, CheckpointWeights
 from manylora.errors import ConfigError
 from manylora.model.checkpoint import read_model_config
 

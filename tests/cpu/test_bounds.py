@@ -18,7 +18,7 @@ from tiny_models import make_adapter, make_model
 from manylora.adapters.convert import convert_peft
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.doors.http.api.errors import as_api_error
-from manylora.doors.triton.decode import decode_requests
+from manylora.doors.triton.codec import decode_requests
 from manylora.doors.triton.metrics import RequestMeter, engine_samples
 from manylora.engine import guide as guides
 from manylora.engine.engine import Engine

@@ -26,7 +26,7 @@ from manylora.adapters.modules import lora_modules
 from manylora.adapters.rules import AdapterRules
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.doors.python import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
-from manylora.doors.triton.decode import decode_requests
+from manylora.doors.triton.codec import decode_requests
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
 from manylora.generation.tokenizer import Tokenizer

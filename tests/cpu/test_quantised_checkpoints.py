@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
-from manylora.checkpoints.quant.checkpoint import read_checkpoint_quant
-from manylora.checkpoints.quant.checkpoint_weights import CheckpointWeights
+from manylora.checkpoints.quant.config import read_checkpoint_quant
+from manylora.checkpoints.quant.layouts import CheckpointWeights
 from manylora.cli import main
 from manylora.errors import ConfigError
 from manylora.kernels.device import open_device

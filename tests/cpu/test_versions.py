@@ -17,7 +17,7 @@ from tiny_models import load_transformers, make_adapter, make_model
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.adapters.catalog.names import Versions
 from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.doors.triton.encode import ResponseEncoder
+from manylora.doors.triton.codec import ResponseEncoder
 from manylora.engine.engine import Engine
 from manylora.errors import RequestError
 from manylora.generation.outputs import LoraVersion

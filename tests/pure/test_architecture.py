@@ -28,7 +28,7 @@ RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, nam
 NO_TORCH = [
     "errors", "request", "stats", "system.lifeline", "system.threads", "system.text_threads",
     "system.processor", "system.folders", "system.compiler", "system.progress", "system.own_clock",
-    "system.connections", "checkpoints.quant.config", "checkpoints.quant.checkpoint",
+    "system.connections", "checkpoints.quant.config",
     "checkpoints.gguf.container", "checkpoints.gguf.config", "checkpoints.gguf.tokenizer",
     "checkpoints.gguf.folder", "config", "generation", "adapters.pages", "adapters.module_sizes",
     "adapters.modules", "adapters.geometry", "adapters.bounds", "adapters.number_types", "adapters.tensors",

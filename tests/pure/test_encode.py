@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manylora.doors.triton.decode import decode_requests
-from manylora.doors.triton.encode import ResponseEncoder, merge_waiting
+from manylora.doors.triton.codec import ResponseEncoder, decode_requests, merge_waiting
 from manylora.doors.triton.engine_client import AnswerReader, request_tensors
 from manylora.doors.triton.metrics import RequestMeter
 from manylora.engine.sequence import find_last

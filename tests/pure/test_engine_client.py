@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from manylora.doors.triton.decode import decode_requests
-from manylora.doors.triton.encode import ResponseEncoder
+from manylora.doors.triton.codec import ResponseEncoder, decode_requests
 from manylora.doors.triton.engine_client import AnswerReader, request_tensors
 from manylora.doors.triton.tensor_table import TENSORRT_LLM
 from manylora.errors import RequestError

@@ -14,8 +14,14 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from manylora.adapters.catalog.names import Aliases
-from manylora.doors.fleet.member import RemoteRequest, RemoteResponse, answer, whole_answer
-from manylora.doors.fleet.merged_exports import fleet_status, merge_metrics
+from manylora.doors.fleet.member import (
+    RemoteRequest,
+    RemoteResponse,
+    answer,
+    fleet_status,
+    merge_metrics,
+    whole_answer,
+)
 from manylora.doors.fleet.options import parse_options, read_args
 from manylora.doors.fleet.routing import requested_adapter
 from manylora.errors import ConfigError

@@ -20,8 +20,8 @@ import pytest
 
 from manylora.doors.triton import bls_worker, shape_guard
 from manylora.doors.triton.bls_worker import ServerCalls
-from manylora.doors.triton.launcher import installation
-from manylora.doors.triton.launcher.installation import KNOWN, preload_guard
+from manylora.doors.triton.launcher import server_command
+from manylora.doors.triton.launcher.server_command import KNOWN, preload_guard
 from manylora.errors import RequestError
 from manylora.system.compiler import find_compiler
 
@@ -259,7 +259,7 @@ def test_without_it_the_server_starts_and_one_line_says_so(
     server.write_bytes(b"" if why == "form" else b"\x7fELF" + KNOWN)
     folder.mkdir()
     library = None if why == "compiler" else server
-    monkeypatch.setattr(installation, "find_common_library", lambda source: library)
+    monkeypatch.setattr(server_command, "find_common_library", lambda source: library)
     with caplog.at_level(logging.WARNING, "manylora.launcher"):
         assert preload_guard(server, {"a": "b"}, folder) == {"a": "b"}
     assert len(caplog.messages) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manylora.doors.triton.launcher.installation import STUBS, find_tritonserver
+from manylora.doors.triton.launcher.server_command import STUBS, find_tritonserver
 from manylora.doors.triton.launcher.templates import check_filled, with_defaults
 from manylora.errors import ConfigError
 

@@ -16,7 +16,7 @@ from manylora.doors.http.api.parsing import validate
 from manylora.doors.http.api.schema import ChatRequest, CompletionRequest, GenerationRequest
 from manylora.doors.http.serving import anthropic, responses_api
 from manylora.doors.triton.bls import TO_ENGINE
-from manylora.doors.triton.decode import decode_requests
+from manylora.doors.triton.codec import decode_requests
 from manylora.doors.triton.llmapi_model import AdapterFolders, LlmapiModel
 from manylora.doors.triton.prompts import PromptRequest
 from manylora.doors.triton.tensor_table import MODELS

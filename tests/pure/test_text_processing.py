@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
-from manylora.doors.triton.encode import adapter_told
+from manylora.doors.triton.codec import adapter_told
 from manylora.doors.triton.text_models import MAX_TOKENS, MAX_WORDS, WORD_COST, Postprocessor, Preprocessor
 from manylora.doors.triton.texts import decode_word_list, encode_word_lists
 from manylora.errors import AdapterInvalidError, RequestError

@@ -13,10 +13,10 @@ import triton_python_backend_utils as pb_utils
 from manylora.adapters.catalog.names import read_names
 from manylora.config.repository import flag, names_file, parameters_beside, parameters_of
 from manylora.doors.triton.bls_worker import BlsWorker, ServerCalls
+from manylora.doors.triton.metrics import VllmMetrics
 from manylora.doors.triton.prompts import EngineSetup, PromptRunner
 from manylora.doors.triton.server_types import release
 from manylora.doors.triton.shape_guard import check_shapes
-from manylora.doors.triton.vllm_metrics import VllmMetrics
 from manylora.doors.triton.vllm_model import VllmModel, takes_adapters
 from manylora.errors import ConfigError
 from manylora.system.lifeline import Lifeline

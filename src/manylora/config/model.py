@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from manylora.checkpoints.quant.checkpoint import CheckpointQuant
+from manylora.checkpoints.quant.config import CheckpointQuant
 from manylora.config.blocks import (
     AltUpConfig,
     BesideConfig,

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from manylora.checkpoints.quant.checkpoint_weights import PARTS
 from manylora.checkpoints.quant.config import QuantConfig
+from manylora.checkpoints.quant.layouts import PARTS
 from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import INDEX

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from manylora.checkpoints.quant.checkpoint import checkpoint_quant
+from manylora.checkpoints.quant.config import checkpoint_quant
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import check_model_folder, weight_files
 from manylora.config.pooling import attends_both_ways, num_labels, read_score_tokens

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manylora.checkpoints.quant.checkpoint import CheckpointQuant
-from manylora.checkpoints.quant.config import SERVED, QuantAlgo, QuantConfig
+from manylora.checkpoints.quant.config import SERVED, CheckpointQuant, QuantAlgo, QuantConfig
 from manylora.checkpoints.quant.layouts import halves_to_bytes
 from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError

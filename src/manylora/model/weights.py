@@ -15,8 +15,8 @@ from torch import Tensor
 
 from manylora.checkpoints.gguf.container import block_sizes
 from manylora.checkpoints.gguf.file import GgufFile, PlainTensor
-from manylora.checkpoints.quant.checkpoint_weights import PARTS, CheckpointWeights
 from manylora.checkpoints.quant.config import INTEGER, SERVED, QuantConfig
+from manylora.checkpoints.quant.layouts import PARTS, CheckpointWeights
 from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files

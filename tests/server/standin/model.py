@@ -17,7 +17,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from manylora.config.engine import EngineConfig
-from manylora.doors.triton.decode import decode_requests
+from manylora.doors.triton.codec import decode_requests
 from manylora.engine.loop import EngineLoop
 from manylora.request import LoraInput, Request
 

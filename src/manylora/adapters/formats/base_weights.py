@@ -16,14 +16,14 @@ import numpy as np
 from manylora.adapters.formats import one_line
 from manylora.adapters.formats.tensor_files import TORCH_NAMES, RawTensor
 from manylora.checkpoints.gguf.folder import linked_files
-from manylora.checkpoints.quant.checkpoint import checkpoint_quant
+from manylora.checkpoints.quant.config import checkpoint_quant
 from manylora.config.model_folder import WEIGHTS, indexed_files
 from manylora.errors import AdapterInvalidError, ConfigError
 
 if TYPE_CHECKING:  # torch only when something is read
     from torch import Tensor
 
-    from manylora.checkpoints.quant.checkpoint_weights import CheckpointWeights
+    from manylora.checkpoints.quant.layouts import CheckpointWeights
     from manylora.kernels.quantised import QuantisedWeight
 
     Hold = Callable[[str, Collection[str], Tensor | QuantisedWeight], Tensor | QuantisedWeight]
@@ -179,7 +179,7 @@ class BaseReader(ExitStack):
 
     def _matrix(self, name: str, columns: int, transposed: bool = False) -> BaseMatrix:
         """name: one that `find` returned."""
-        from manylora.checkpoints.quant.checkpoint_weights import CheckpointWeights
+        from manylora.checkpoints.quant.layouts import CheckpointWeights
 
         files = self._all()
         try:

@@ -22,8 +22,14 @@ from starlette.routing import Route
 from manylora.adapters.catalog.names import Aliases
 from manylora.adapters.catalog.uploads import AdapterRecord, Uploads
 from manylora.doors.fleet.calls import LOST, NOT_TAKEN, Relay, call_all, not_taken
-from manylora.doors.fleet.member import Changed, RemoteRequest, RemoteResponse, change_response
-from manylora.doors.fleet.merged_exports import fleet_status, merge_metrics
+from manylora.doors.fleet.member import (
+    Changed,
+    RemoteRequest,
+    RemoteResponse,
+    change_response,
+    fleet_status,
+    merge_metrics,
+)
 from manylora.doors.fleet.options import FleetOptions
 from manylora.doors.fleet.routing import requested_adapter
 from manylora.doors.http.adapter_routes import ADAPTER_ROUTES

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("manylora")
 
 REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
-TOLD = "LORA_TEXT"  # input of postprocessing: the result of `encode.adapter_told`
+TOLD = "LORA_TEXT"  # input of postprocessing: the result of `adapter_told`
 WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 SENT_AS = {ours: sent for sent, ours in TO_PREPROCESSING.items()}  # names of inputs in text requests
 MAX_WORDS = 16384  # maximum per request

@@ -13,13 +13,11 @@ import time
 from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
 from manylora.config.foreign import LAUNCH_SCRIPT, LAUNCHER
 from manylora.config.repository import ENGINE, repository_config
-from manylora.doors.triton.launcher.installation import find_tritonserver
 from manylora.doors.triton.launcher.processes import why_taken
 from manylora.doors.triton.launcher.run_directory import (
     RunDirectory,
@@ -29,8 +27,8 @@ from manylora.doors.triton.launcher.run_directory import (
 )
 from manylora.doors.triton.launcher.server import TritonServer
 from manylora.doors.triton.launcher.server_command import (
-    ServerOptions,
     describe_access,
+    find_tritonserver,
     management_secret,
     remove_leftovers,
 )
@@ -276,10 +274,9 @@ def _service(options: Namespace, place: RankInfo, run_dir: RunDirectory) -> Serv
         "model_repo": repo,
         "server_memory": options.server_memory << 20,
         "verbose_log": str(Path(options.log_file).resolve()) if options.log else None,
-        "triton_args": tuple(options.triton_arg),
     }
-    settings = ServerOptions(**{field.name: given[field.name] for field in fields(ServerOptions)})
-    return TritonServer(find_tritonserver(options.tritonserver, run_dir.path), settings, run_dir.path)
+    installation = find_tritonserver(options.tritonserver, run_dir.path)
+    return TritonServer(installation, Namespace(**given), run_dir.path)
 
 
 def _background(options: Namespace, supervisor: Supervisor, run_dir: RunDirectory) -> int:

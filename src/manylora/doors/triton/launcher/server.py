@@ -16,10 +16,10 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from manylora.doors.triton.launcher.installation import Installation
 from manylora.doors.triton.launcher.processes import (
     STOPPED_S,
     exit_text,
@@ -34,7 +34,7 @@ from manylora.doors.triton.launcher.server_command import (
     ALLOCATOR,
     MANAGEMENT_HEADER,
     SECRET_FILE,
-    ServerOptions,
+    Installation,
     remove_leftovers,
     server_command,
     shared_memory,
@@ -135,12 +135,16 @@ class ProxyProbe:
 
 
 class TritonServer:
-    """A service of the supervisor, started any number of times on the same ports."""
+    """A service of the supervisor, started any number of times on the same ports. options: the launcher's,
+    with server_memory in bytes, management_secret, and verbose_log: the file of a verbose log, or None.
+    """
 
-    def __init__(self, installation: Installation, options: ServerOptions, run_dir: Path) -> None:
+    def __init__(self, installation: Installation, options: Namespace, run_dir: Path) -> None:
         self._installation, self._options, self._run_dir = installation, options, run_dir
         self._log = ServerLog(run_dir / "server.log")
         self._started: list[subprocess.Popen] = []
+        # Whether models can be loaded at run time: `--triton-arg=--model-control-mode=explicit`.
+        self._loads_models = any("model-control-mode" in one for one in options.triton_arg)
 
     def start(self, stopping: Callable[[], bool]) -> None:
         """Return when every model answers.
@@ -276,7 +280,7 @@ class TritonServer:
         if time.monotonic() - self._last_probe < PROBE_S:
             return None
         self._last_probe = time.monotonic()
-        if self._options.loads_models:
+        if self._loads_models:
             self._find_models()
         if (loss := self._hangs()) is not None or (fields := stat_of(self._process.pid)) is None:
             return loss
@@ -290,7 +294,7 @@ class TritonServer:
         for pid, model in list(self._models.items()):
             fields = stat_of(pid)
             if fields is None or fields[0] == "Z":  # the server reaps only processes that it ended itself
-                if self._options.loads_models and not _how(fields):
+                if self._loads_models and not _how(fields):
                     logger.info("%s was unloaded, or could not be loaded", model)
                     del self._models[pid]
                     self._written.pop(pid, None)

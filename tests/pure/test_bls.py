@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -205,9 +206,10 @@ class Client:
             self.done.set()
 
 
-def worker(models: Models, decoupled: bool = True) -> BlsWorker[Any]:
+def worker(models: Models, decoupled: bool = True) -> BlsWorker:
     answer = TextGenerator(models, "engine", None, False).answer
-    return BlsWorker("tensorrt_llm_bls", Lifeline("bls"), answer, decoupled, models, respond, fail)
+    server: Any = SimpleNamespace(call=models, respond=respond, fail=fail)
+    return BlsWorker("tensorrt_llm_bls", Lifeline("bls"), answer, decoupled, server)
 
 
 def respond(outputs: Values) -> ServerResponse:

@@ -101,7 +101,7 @@ def fail(error: Exception) -> ServerResponse:
     return ServerResponse(str(error))
 
 
-def started(*clients: Client) -> tuple[Engine, EngineWorker[Any]]:
+def started(*clients: Client) -> tuple[Engine, EngineWorker]:
     engine = Engine()
     worker = EngineWorker(engine, OPTIONS, Lifeline("engine"), METRICS, respond, fail)
     worker.execute(clients)

@@ -46,7 +46,7 @@ class Sent:
         self.answered.set()
 
 
-def worker(respond: Any) -> TextWorker[Any]:
+def worker(respond: Any) -> TextWorker:
     return TextWorker(
         "reading",
         Lifeline("reading"),

@@ -87,7 +87,7 @@ class Door:
         }  # fmt: skip
         loop = EngineLoop.start(engine_config(parameters))
         options = EngineModelOptions(True, False, "float32", 0.05, 1.0)
-        self.worker: EngineWorker[Any] = EngineWorker(
+        self.worker: EngineWorker = EngineWorker(
             loop, options, Lifeline("engine"), METRICS, lambda outputs: Response(dict(outputs)),
             lambda error: Response(f"{type(error).__name__}: {error}"),
         )  # fmt: skip

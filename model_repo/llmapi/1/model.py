@@ -34,9 +34,7 @@ class TritonPythonModel:
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         model = LlmapiModel(PromptRunner(server.call, engine), folders, decoupled)
-        self._worker = BlsWorker(
-            name, lifeline, model.answer, decoupled, server.call, server.respond, server.fail
-        )
+        self._worker = BlsWorker(name, lifeline, model.answer, decoupled, server)
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
         self._worker.execute(requests)

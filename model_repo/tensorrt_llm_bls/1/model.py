@@ -37,7 +37,7 @@ class TritonPythonModel:
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         name, answer = "tensorrt_llm_bls", generator.answer
-        self._worker = BlsWorker(name, lifeline, answer, decoupled, server.call, server.respond, server.fail)
+        self._worker = BlsWorker(name, lifeline, answer, decoupled, server)
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
         self._worker.execute(requests)

@@ -44,9 +44,7 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
         if not pb_utils.using_decoupled_model_transaction_policy(json.loads(args["model_config"])):
             raise pb_utils.TritonModelException(f"{name} must have decoupled: True in its config.pbtxt")
-        self._worker = BlsWorker(
-            name, lifeline, model.answer, True, server.call, server.respond, server.fail, write
-        )
+        self._worker = BlsWorker(name, lifeline, model.answer, True, server, write)
 
     def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
         self._worker.execute(requests)

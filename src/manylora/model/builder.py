@@ -55,19 +55,10 @@ class BuildPlan:
     pp_size: int = 1
 
 
-@dataclass(frozen=True)
-class Built:
-    """num_quantised of num_linears matrices in the layers. Byte counts cover all tensors."""
-
-    num_linears: int
-    num_quantised: int
-    quant_algo: str | None
-    bytes_before: int
-    bytes_after: int
-
-
-def build(plan: BuildPlan) -> Built:
-    """Raises ConfigError. config.json is written last, so that a part is not mistaken for a model."""
+def build(plan: BuildPlan) -> str:
+    """Returns a line that says what was written. Raises ConfigError. config.json is written last, so that a
+    part is not mistaken for a model.
+    """
     model = read_model_config(plan.model_dir)
     _check_limits(plan, model)
     try:
@@ -131,7 +122,7 @@ def _prepare(plan: BuildPlan) -> None:
         path.unlink(missing_ok=True)
 
 
-def _convert(plan: BuildPlan, model: ModelConfig, files: dict[str, Any], writer: _Writer) -> Built:
+def _convert(plan: BuildPlan, model: ModelConfig, files: dict[str, Any], writer: _Writer) -> str:
     specs = plan_of_files(model, files)
     sources = {piece.source for spec in specs.values() for piece in spec.slices}
     stored = check_names(files, specs, model, plan.quant)
@@ -162,7 +153,10 @@ def _convert(plan: BuildPlan, model: ModelConfig, files: dict[str, Any], writer:
         if name not in taken and (name in sources or not stored.is_left_out(name)):
             after += writer.add_all(_cast(name, tensor, wanted.get(name), plan, model))
     algo = plan.quant.quant_algo if model.quant is None else model.quant.algo
-    return Built(len(linears), len(wanted) + quantised, algo, before, after)
+    summary = f"{plan.output_dir}: weights {before / 1e6:.1f} -> {after / 1e6:.1f} MB"
+    if count := len(wanted) + quantised:
+        summary += f", {count} of {len(linears)} linear layers in {algo}"
+    return summary
 
 
 def _cast(

@@ -108,7 +108,18 @@ def _parser() -> Parser:
         add("--beam_width", type=int, default=1)
         add("--sampler_options", type=Path, help="YAML or JSON file with fields of SamplingParams")
         add("--compare_base", action="store_true", help="also run without adapters and report the ratio")
-        _add_engine(command.add_argument_group("engine"))
+        group = command.add_argument_group("engine")
+        group.add_argument("--backend", choices=("pytorch",), default="pytorch")
+        file = "YAML or JSON file with arguments of LLM; flags override it"
+        group.add_argument("--config", "--extra_llm_api_options", type=Path, help=file)
+        for flag, row in ENGINE_FLAGS.items():
+            if row.kind != "bool":
+                add_flags(group, row, flag)
+        chunks = group.add_mutually_exclusive_group()
+        for word, action in (("enable", "store_true"), ("disable", "store_false")):
+            flag = f"--{word}_chunked_context"
+            chunks.add_argument(flag, dest="enable_chunked_context", action=action, default=None)
+        group.add_argument("--no_skip_tokenizer_init", action="store_true", help="detokenise the outputs")
         add = command.add_argument_group("reports").add_argument
         add("--report_json", type=Path, help="the report")
         add("--output_json", type=Path, help="the answers")
@@ -116,20 +127,6 @@ def _parser() -> Parser:
         add("--iteration_log", type=Path, help="write engine statistics every 20 ms as JSON Lines")
     latency.set_defaults(concurrency=1, streaming=True)
     return parser
-
-
-def _add_engine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--backend", choices=("pytorch",), default="pytorch")
-    file = "YAML or JSON file with arguments of LLM; flags override it"
-    group.add_argument("--config", "--extra_llm_api_options", type=Path, help=file)
-    for flag, row in ENGINE_FLAGS.items():
-        if row.kind != "bool":
-            add_flags(group, row, flag)
-    chunks = group.add_mutually_exclusive_group()
-    for word, action in (("enable", "store_true"), ("disable", "store_false")):
-        flag = f"--{word}_chunked_context"
-        chunks.add_argument(flag, dest="enable_chunked_context", action=action, default=None)
-    group.add_argument("--no_skip_tokenizer_init", action="store_true", help="detokenise the outputs")
 
 
 def _run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Record], list[Sample]]:

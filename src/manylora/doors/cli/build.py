@@ -110,7 +110,7 @@ def _build(options: argparse.Namespace) -> str:
     limits = {name: getattr(options, name) for name in LIMITS}
     if options.max_input_len is not None:
         limits["max_input_len"] = options.max_input_len
-    built = build(
+    return build(
         BuildPlan(
             options.model_dir,
             options.output_dir,
@@ -122,11 +122,6 @@ def _build(options: argparse.Namespace) -> str:
             pp_size=options.pp_size,
         )
     )
-    megabytes = f"{built.bytes_before / 1e6:.1f} -> {built.bytes_after / 1e6:.1f} MB"
-    summary = f"{options.output_dir}: weights {megabytes}"
-    if built.num_quantised:
-        summary += f", {built.num_quantised} of {built.num_linears} linear layers in {built.quant_algo}"
-    return summary
 
 
 def _lora(options: argparse.Namespace) -> dict[str, Any] | None:

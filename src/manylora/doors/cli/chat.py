@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from manylora.adapters.remote.resolver import is_remote
 from manylora.errors import ConfigError, RequestError
@@ -27,16 +27,6 @@ ADAPTER = "an adapter; the first one answers. Also a PATH, or a NAME in --lora-r
 NONE = ("none", "base", "")  # for the base model
 MOST_TOKENS = 2**20  # of an answer: the context ends it earlier
 Pieces = Generator[str, None, None]
-
-
-class Model(Protocol):
-    """What answers: an LLM in this process, or a server."""
-
-    @property
-    def adapters(self) -> Sequence[str]: ...
-
-    def answer(self, messages: Sequence[dict[str, str]], adapter: str | None) -> Pieces:
-        """The pieces of an answer. Closing it stops the answer. Raises RequestError, ValueError."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 class Conversation:
     """system: text of the system message; None: the template's own. adapter: None: the base model."""
 
-    def __init__(self, model: Model, system: str | None, adapter: str | None) -> None:
+    def __init__(self, model: InProcess | Server, system: str | None, adapter: str | None) -> None:
         self._model = model
         self._system = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._system)
@@ -190,6 +180,7 @@ class InProcess:
         return sorted({*self._named, *self._llm.lora_names()})
 
     def answer(self, messages: Sequence[dict[str, str]], adapter: str | None) -> Pieces:
+        """The pieces of an answer. Closing it stops the answer. Raises RequestError, ValueError."""
         chosen = None if adapter is None else self._named.get(adapter, adapter)
         params = replace(self._params, seed=secrets.randbits(63))
         result = self._llm.chat_async(messages, params, chosen, streaming=True)

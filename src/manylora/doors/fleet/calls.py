@@ -8,7 +8,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from ray.exceptions import ObjectLostError, RayActorError, WorkerCrashedError
@@ -31,16 +31,6 @@ RETRIED = "manylora_fleet_retried_requests_total"
 CUT = "manylora_fleet_cut_streams_total"
 
 
-class RandomRouting:
-    """For comparison: all replicas are equally preferred."""
-
-    def choose(self, adapter: str | None, replicas: Sequence[Replica], now: float) -> list[Replica]:
-        return random.sample(replicas, len(replicas))
-
-    def sent(self, adapter: str | None, replica: str, now: float) -> None:
-        pass
-
-
 class FleetRouter(RequestRouter):
     """Applies our routing policy to the replicas' reports. One instance per process that sends requests, on
     that process's routing thread. Created by Ray.
@@ -60,9 +50,8 @@ class FleetRouter(RequestRouter):
         silent_s: of `Reports`."""
         self._target = target
         self._reports = Reports(silent_s)
-        self._routing: AffinityRouting | RandomRouting = (
-            RandomRouting() if routing == "random" else AffinityRouting(pinned=pinned)
-        )
+        # With "random", for comparison, all replicas are equally preferred.
+        self._routing = None if routing == "random" else AffinityRouting(pinned=pinned)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Ray with every report."""
@@ -77,13 +66,16 @@ class FleetRouter(RequestRouter):
         """Replicas in order of preference, silent ones last. Ray takes the first one with room."""
         by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
         states = [self._state(name, one) for name, one in by_name.items()]
-        order = self._routing.choose(_adapter(pending_request), states, time.monotonic())
+        order = random.sample(states, len(states))
+        if self._routing is not None:
+            order = self._routing.choose(_adapter(pending_request), states, time.monotonic())
         silent = self._reports.silent
         return [[by_name[one.name]] for one in sorted(order, key=lambda one: one.name in silent)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """The replica has accepted the request."""
-        self._routing.sent(_adapter(pending_request), replica_id.unique_id, time.monotonic())
+        if self._routing is not None:
+            self._routing.sent(_adapter(pending_request), replica_id.unique_id, time.monotonic())
 
     def _state(self, name: str, one: RunningReplica) -> Replica:
         report = one.routing_stats

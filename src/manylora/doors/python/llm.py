@@ -89,7 +89,7 @@ class LLM(BaseLLM):
                 made.append(self._make(prompt, one_params, one_adapter, False, known))
         except BaseException:
             for generation in made:
-                self._service.discard(generation)
+                self._service.registry.release(generation.task_ids, accepted=False)
             raise
         results = [self._submit(generation) for generation in made]
         try:
@@ -375,7 +375,7 @@ class LLM(BaseLLM):
                 made.append(LlmPooledGeneration(next(self._ids), ids, pooling, lora))
         except BaseException:
             for one in made:
-                self._service.discard(one)
+                self._service.registry.release(one.task_ids, accepted=False)
             raise
         for one in made:
             self._service.send(one)

@@ -200,10 +200,6 @@ class Service:
             done = self._loop.publish(lora)
         return done.result()
 
-    def discard(self, generation: Sendable) -> None:
-        """Drop a generation that was created but will not be submitted."""
-        self.registry.release(generation.task_ids, accepted=False)
-
     def abort(self, generation: Sendable) -> None:
         """End it. No effect if it has ended."""
         with self._lock:

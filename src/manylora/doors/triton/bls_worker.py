@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from manylora.doors.triton.bls import CallModel, ClientRequest, Values, stop_request
+from manylora.doors.triton.bls import ClientRequest, Values, stop_request
 from manylora.doors.triton.client_errors import client_error, client_message
 from manylora.doors.triton.server_types import FINAL, Response, ResponseSender, ServerRequest, send
 from manylora.errors import RequestCancelledError, RequestError, UnavailableError
@@ -73,9 +73,9 @@ class LastOutputs(dict[str, Any]):
 
 
 class BlsWorker:
-    """name: the model's, for the log. lifeline: gets the number of open requests. call: calls other models.
+    """name: the model's, for the log. lifeline: gets the number of open requests.
     answer: yields the outputs of each response to a request; none after LastOutputs. decoupled: any number of
-    responses per request; otherwise only the first is sent. respond, fail: make a response. before: called
+    responses per request; otherwise only the first is sent. before: called
     before each response, on the sending thread, which is the only one that may write metrics.
 
     All threads continue when a request fails. If a response cannot be sent, its generation is stopped.
@@ -87,15 +87,12 @@ class BlsWorker:
         lifeline: Lifeline,
         answer: Callable[[ClientRequest, ServerRequest], Iterator[Values]],
         decoupled: bool,
-        call: CallModel,
-        respond: Callable[[Values], Response],
-        fail: Callable[[Exception], Response],
+        server: ServerCalls,
         before: Callable[[], None] = lambda: None,
     ) -> None:
         share_lock()
         self._name, self._lifeline = name, lifeline
-        self._answers, self._decoupled, self._call = answer, decoupled, call
-        self._respond, self._fail, self._before = respond, fail, before
+        self._answers, self._decoupled, self._server, self._before = answer, decoupled, server, before
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="manylora-bls")
         # (client, sender, response, flags)
         self._outbox: queue.SimpleQueue[tuple[ClientRequest, ResponseSender, Response | None, int] | None] = (
@@ -138,11 +135,11 @@ class BlsWorker:
                     answers = iter([LastOutputs(first)])
                 for outputs in answers:
                     if isinstance(outputs, LastOutputs):
-                        last = self._respond(outputs)
+                        last = self._server.respond(outputs)
                         break
-                    self._outbox.put((client, sender, self._respond(outputs), 0))
+                    self._outbox.put((client, sender, self._server.respond(outputs), 0))
             except Exception as error:
-                last = self._fail(client_error(error, self._name))
+                last = self._server.fail(client_error(error, self._name))
             with self._lock:
                 self._clients.discard(client)
             client.finish()
@@ -155,7 +152,7 @@ class BlsWorker:
             if client in failures:
                 if flags != FINAL:
                     continue
-                response = self._fail(failures.pop(client))
+                response = self._server.fail(failures.pop(client))
             try:
                 self._before()
                 send(sender, response, flags)
@@ -175,7 +172,7 @@ class BlsWorker:
             for client in clients:
                 try:
                     for model, request_id in client.to_stop():
-                        stop_request(self._call, model, request_id)
+                        stop_request(self._server.call, model, request_id)
                 except Exception as error:
                     client_message(error, self._name)  # for the log
 

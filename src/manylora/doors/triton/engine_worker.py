@@ -214,9 +214,9 @@ class EngineWorker:
             exclude = options.exclude_input if one.exclude_input is None else one.exclude_input
             place = index if len(decoded) > 1 else None
             encoder = ResponseEncoder(one.request, place, exclude, one.statistics, options.logits_dtype)
-            call.tickets.append(self._engine.submit(one.request, partial(self._sink, call, encoder)))
+            call.tickets.append(self._engine.submit(one.request, partial(self._put, call, encoder)))
 
-    def _sink(self, call: TritonCall, encoder: ResponseEncoder, event: Event) -> None:
+    def _put(self, call: TritonCall, encoder: ResponseEncoder | None, event: Event) -> None:
         self._outbox.put((call, encoder, event))
 
     def _cancel_those(self, is_meant: Callable[[TritonCall], bool]) -> None:
@@ -232,36 +232,33 @@ class EngineWorker:
     def _send_all(self) -> None:
         """If sending or the engine dies, the process is useless: it exits for the launcher to restart."""
         try:
-            self._send_until_closed()
+            checked = shown = sent = time.monotonic()
+            ends = sent + LAST_RESPONSES_S
+            while True:
+                batch = self._waiting()
+                for item in merge_waiting([item for item in batch if item is not None]):
+                    try:
+                        self._send(*item)
+                    except Exception as error:
+                        self._give_up(item[0], error)
+                if None in batch[-1:]:
+                    return
+                now = time.monotonic()
+                if batch or self._calls:
+                    sent = now
+                if self._engine.death is None:
+                    ends = now + LAST_RESPONSES_S
+                elif now > ends or now - sent >= SENT_S:  # the server may still have requests to refuse
+                    os._exit(1)
+                if now - checked >= self._options.cancellation_period:
+                    self._cancel_abandoned()
+                    checked = now
+                if now - shown >= self._options.stats_period:
+                    self._metrics.update(self._engine.stats())
+                    shown = now
         except BaseException:
             logger.critical("the thread that sends responses died", exc_info=True)
             os._exit(1)
-
-    def _send_until_closed(self) -> None:
-        checked = shown = sent = time.monotonic()
-        ends = sent + LAST_RESPONSES_S
-        while True:
-            batch = self._waiting()
-            for item in merge_waiting([item for item in batch if item is not None]):
-                try:
-                    self._send(*item)
-                except Exception as error:
-                    self._give_up(item[0], error)
-            if None in batch[-1:]:
-                return
-            now = time.monotonic()
-            if batch or self._calls:
-                sent = now
-            if self._engine.death is None:
-                ends = now + LAST_RESPONSES_S
-            elif now > ends or now - sent >= SENT_S:  # the server may still have requests to refuse
-                os._exit(1)
-            if now - checked >= self._options.cancellation_period:
-                self._cancel_abandoned()
-                checked = now
-            if now - shown >= self._options.stats_period:
-                self._metrics.update(self._engine.stats())
-                shown = now
 
     def _waiting(self) -> list[Item[TritonCall] | None]:
         """All items to be sent. None at the end means that nothing more will come."""

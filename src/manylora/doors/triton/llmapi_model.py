@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from threading import Lock
 
 import numpy as np
@@ -60,19 +59,13 @@ class LlmapiModel:
         try:
             asked, prompt = self._asked(arrays)
             extras = {extra for extra in EXTRAS if scalar(arrays, extra, False)}
-            with self._named(name, client):
-                for answer in self._runner.answers(client, asked):
-                    found = _response(answer, asked, extras, prompt)
-                    yield LastOutputs(found) if answer.finished else found
+            with self._lock:
+                self._open.add((name, client))  # it can be stopped by its id
+            for answer in self._runner.answers(client, asked):
+                found = _response(answer, asked, extras, prompt)
+                yield LastOutputs(found) if answer.finished else found
         except RequestError as error:
             raise RequestError(f"Error generating request: {error}") from None
-
-    @contextmanager
-    def _named(self, name: str, client: ClientRequest) -> Iterator[None]:
-        with self._lock:
-            self._open.add((name, client))
-        try:
-            yield
         finally:
             with self._lock:
                 self._open.discard((name, client))

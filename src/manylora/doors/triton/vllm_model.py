@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from manylora.config.pooling import PoolingSettings
 from manylora.config.settings import read_settings
 from manylora.doors.triton.bls import ClientRequest, Values
 from manylora.doors.triton.bls_worker import LastOutputs
@@ -76,36 +75,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 logger = logging.getLogger("manylora")
 
 Observe = Callable[[PromptRequest, Answer], None]
-
-
-def read_embedding_request(text: str, settings: PoolingSettings) -> tuple[str | list[int], PoolingParams]:
-    """The prompt as text or token ids, and how to process its embedding. Raises RequestError.
-
-    text: JSON with `input`, and `pooling_params` with `dimensions`, a number or a list with one.
-    """
-    given = read_json(text, EMBEDDING_REQUEST, MAX_EMBEDDING_BYTES)
-    prompt: Any = _check_keys(given, EMBEDDING_REQUEST, ("input", "pooling_params")).get("input")
-    if isinstance(prompt, str):
-        right, wanted = is_unicode(prompt), "valid Unicode"
-    else:
-        ids = prompt if isinstance(prompt, list) and prompt else [None]
-        right = all(type(one) is int and 0 <= one <= MAX_ID for one in ids)
-        wanted = "one text, or token ids"
-    if not right:
-        raise RequestError(f"{EMBEDDING_REQUEST}: input must be {wanted}, got {prompt!r:.80}")
-    params, name = given.get("pooling_params") or {}, f"{EMBEDDING_REQUEST}: pooling_params"
-    dimensions = _check_keys(params, name, ("dimensions",)).get("dimensions")
-    if isinstance(dimensions, list) and len(dimensions) == 1:
-        [dimensions] = dimensions
-    if dimensions is None:
-        return prompt, PoolingParams()
-    if type(dimensions) is not int:
-        raise RequestError(f"{EMBEDDING_REQUEST}: dimensions must be a whole number, got {dimensions!r:.80}")
-    try:
-        check_dimensions(dimensions, settings)
-    except ValueError as error:
-        raise RequestError(f"{EMBEDDING_REQUEST}: {error}") from None
-    return prompt, PoolingParams(dimensions)
 
 
 def _check_keys(value: Any, name: str, keys: tuple[str, ...]) -> dict[str, Any]:
@@ -178,8 +147,31 @@ class VllmModel:
         flags = [name for name in ("stream", *EXTRAS[:3]) if scalar(arrays, name, False)]
         for name in [name for name in ("text_input", "image") if name in arrays] + flags:
             raise RequestError(f"{name} means nothing beside embedding_request: leave it out")
-        settings = self._runner.pooling
-        prompt, params = read_embedding_request(scalar(arrays, "embedding_request"), settings)
+        sent = read_json(scalar(arrays, EMBEDDING_REQUEST), EMBEDDING_REQUEST, MAX_EMBEDDING_BYTES)
+        prompt: Any = _check_keys(sent, EMBEDDING_REQUEST, ("input", "pooling_params")).get("input")
+        if isinstance(prompt, str):
+            right, wanted = is_unicode(prompt), "valid Unicode"
+        else:
+            each = prompt if isinstance(prompt, list) and prompt else [None]
+            right = all(type(one) is int and 0 <= one <= MAX_ID for one in each)
+            wanted = "one text, or token ids"
+        if not right:
+            raise RequestError(f"{EMBEDDING_REQUEST}: input must be {wanted}, got {prompt!r:.80}")
+        pooling, name = sent.get("pooling_params") or {}, f"{EMBEDDING_REQUEST}: pooling_params"
+        dimensions = _check_keys(pooling, name, ("dimensions",)).get("dimensions")
+        if isinstance(dimensions, list) and len(dimensions) == 1:
+            [dimensions] = dimensions
+        settings, params = self._runner.pooling, PoolingParams()
+        if dimensions is not None and type(dimensions) is not int:
+            raise RequestError(
+                f"{EMBEDDING_REQUEST}: dimensions must be a whole number, got {dimensions!r:.80}"
+            )
+        if dimensions is not None:
+            try:
+                check_dimensions(dimensions, settings)
+            except ValueError as error:
+                raise RequestError(f"{EMBEDDING_REQUEST}: {error}") from None
+            params = PoolingParams(dimensions)
         ids, values = self._runner.pooled(client, prompt, Pooling(settings.mode), adapters(given))
         found = {"text_output": text_tensor([json.dumps(embedding(values, settings, params).tolist())])}
         for name, count in (("num_input_tokens", len(ids)), ("num_output_tokens", 0)):

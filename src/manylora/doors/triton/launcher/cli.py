@@ -14,7 +14,7 @@ from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from manylora.config.foreign import LAUNCH_SCRIPT, LAUNCHER
 from manylora.config.repository import ENGINE, repository_config
@@ -42,83 +42,58 @@ PORTS = ("http_port", "grpc_port", "metrics_port")
 LAST_S = 5.0  # extra time for rank 0 to exit, after its own timeouts
 
 
+# Flags, type, default, unit and help. bool: a switch. SUPPRESS: flags of upstream's script.
+OPTIONS: tuple[tuple[str, type, Any, str | None, str | None], ...] = (
+    ("--world_size", int, None, "N", "number of engine ranks, each with its own GPU; they share every layer, "
+     "unless the parameters tensor_parallel_size and pipeline_parallel_size say otherwise; default: their "
+     "product"),
+    ("--tritonserver", str, None, None, "the executable; default: the container's, PATH, or the wheel"),
+    ("--grpc_port", int, 8001, "N", "default: 8001"),
+    ("--http_port", int, 8000, "N", "default: 8000"),
+    ("--metrics_port", int, 8002, "N", "default: 8002"),
+    ("--address", str, "0.0.0.0", None,
+     "address of all three ports, IPv6 without brackets; default: 0.0.0.0, all interfaces"),
+    ("--force -f", bool, False, None, "start even if another tritonserver is running"),
+    ("--log", bool, False, None, "write a verbose server log to --log-file"),
+    ("--log-file", str, "triton_log.txt", None, None),
+    ("--no-mpi", bool, False, None, "no effect: the launcher never calls mpirun, but mpirun may call it"),
+    ("--model_repo", Path, FOLDER, "DIR", "a filled model repository"),
+    ("--tensorrt_llm_model_name", str, "tensorrt_llm", None, SUPPRESS),
+    *((f"--{flag}", bool, False, None, SUPPRESS) for flag in (
+        "multi-model", "disable-spawn-processes", "oversubscribe", "trtllm_llmapi_launch")),
+    ("--multimodal_gpu0_cuda_mem_pool_bytes", int, 0, None, SUPPRESS),
+    ("--foreground", bool, False, None, "stay in the foreground and forward signals"),
+    ("--stop", bool, False, None, "drain and end the server on --http_port"),
+    ("--status", bool, False, None, "print the state of the server on --http_port"),
+    ("--start-timeout", float, 300.0, "SECONDS", "for models to load; default: 300"),
+    ("--drain-timeout", float, 30.0, "SECONDS",
+     "that running requests have when the server stops; default: 30"),
+    ("--exit_timeout", int, 5, "SECONDS", "time that an idle tritonserver has to exit"),
+    ("--hang-timeout", float, 300.0, "SECONDS", "restart an engine that makes no step for this long while "
+     "requests are open, or a server that does not respond for this long (30 s at most); 0: never"),
+    ("--server-memory", int, 4096, "MIB", "restart tritonserver (which holds no model itself) when its "
+     "memory exceeds this limit and it is idle, or at twice the limit; 0: never; default 4096"),
+    ("--no-restart", bool, False, None, "exit with the reason when a process dies"),
+    ("--restart-tries", int, 0, "N", "exit with the reason after N failed restarts in a row; 0: never"),
+    ("--open-management", bool, False, None,
+     "let all clients register shared memory, load models, and change logging and tracing"),
+    ("--management-secret-file", Path, None, "FILE",
+     "holds the secret that clients send for this in header manylora-management; default: a new one"),
+)  # fmt: skip
+
+
 def argument_parser(instead: Mapping[str, str] | None = None) -> Parser:
     """instead: further flags that are not accepted, with what to use."""
     parser = Parser(
         description="Start tritonserver with a model repository and keep it alive.",
         instead={**LAUNCHER.refused, **(instead or {})},
     )
-
-    def number(flag: str, default: float, unit: str, text: str) -> None:
-        parser.add_argument(flag, type=type(default), default=default, metavar=unit, help=text)
-
-    def switch(*flags: str, text: str) -> None:
-        parser.add_argument(*flags, action="store_true", help=text)
-
-    parser.add_argument(
-        "--world_size",
-        type=int,
-        metavar="N",
-        help="number of engine ranks, each with its own GPU; they share every layer, unless the parameters "
-        "tensor_parallel_size and pipeline_parallel_size say otherwise; default: their product",
-    )
-    parser.add_argument("--tritonserver", help="the executable; default: the container's, PATH, or the wheel")
-    number("--grpc_port", 8001, "N", "default: 8001")
-    number("--http_port", 8000, "N", "default: 8000")
-    number("--metrics_port", 8002, "N", "default: 8002")
-    parser.add_argument(
-        "--address",
-        default="0.0.0.0",
-        help="address of all three ports, IPv6 without brackets; default: 0.0.0.0, all interfaces",
-    )
-    switch("--force", "-f", text="start even if another tritonserver is running")
-    switch("--log", text="write a verbose server log to --log-file")
-    parser.add_argument("--log-file", default="triton_log.txt")
-    switch("--no-mpi", text="no effect: the launcher never calls mpirun, but mpirun may call it")
-    parser.add_argument(
-        "--model_repo", type=Path, default=FOLDER, metavar="DIR", help="a filled model repository"
-    )
-    parser.add_argument("--tensorrt_llm_model_name", default="tensorrt_llm", help=SUPPRESS)
-    for flag in ("multi-model", "disable-spawn-processes", "oversubscribe", "trtllm_llmapi_launch"):
-        switch(f"--{flag}", text=SUPPRESS)
-    parser.add_argument("--multimodal_gpu0_cuda_mem_pool_bytes", type=int, default=0, help=SUPPRESS)
-    switch("--foreground", text="stay in the foreground and forward signals")
-    switch("--stop", text="drain and end the server on --http_port")
-    switch("--status", text="print the state of the server on --http_port")
-    number("--start-timeout", 300.0, "SECONDS", "for models to load; default: 300")
-    number(
-        "--drain-timeout", 30.0, "SECONDS", "that running requests have when the server stops; default: 30"
-    )
-    number("--exit_timeout", 5, "SECONDS", "time that an idle tritonserver has to exit")
-    number(
-        "--hang-timeout",
-        300.0,
-        "SECONDS",
-        "restart an engine that makes no step for this long while requests are open, or a server that "
-        "does not respond for this long (30 s at most); 0: never",
-    )
-    number(
-        "--server-memory",
-        4096,
-        "MIB",
-        "restart tritonserver (which holds no model itself) when its memory exceeds this limit and it "
-        "is idle, or at twice the limit; 0: never; default 4096",
-    )
-    switch("--no-restart", text="exit with the reason when a process dies")
-    number("--restart-tries", 0, "N", "exit with the reason after N failed restarts in a row; 0: never")
-    switch(
-        "--open-management",
-        text="let all clients register shared memory, load models, and change logging and tracing",
-    )
-    parser.add_argument(
-        "--management-secret-file",
-        type=Path,
-        metavar="FILE",
-        help="holds the secret that clients send for this in header manylora-management; default: a new one",
-    )
-    parser.add_argument(
-        "--triton-arg", action="append", default=[], help="passed to tritonserver; may be repeated"
-    )
+    for flags, kind, default, unit, text in OPTIONS:
+        how: dict[str, Any] = {"type": kind, "default": default, "metavar": unit}
+        how = {"action": "store_true"} if kind is bool else how
+        parser.add_argument(*flags.split(), help=text, **how)
+    text = "passed to tritonserver; may be repeated"
+    parser.add_argument("--triton-arg", action="append", default=[], help=text)
     return parser
 
 

@@ -54,6 +54,7 @@ from manylora.system.own_clock import OwnClock
 
 logger = logging.getLogger("manylora.launcher")
 
+PROXY = "manylora.doors.triton.launcher.http_proxy"
 UNCLAIMED_S = 1.0  # a dead model process the server ignores for this long was not noticed by it
 PROBE_S = 0.5
 LOOK_S = 2.0  # of `OwnClock`: the most that one check, which may wait for HTTP, can add
@@ -187,13 +188,8 @@ class TritonServer:
             self._process = spawn(command, environment, log, widen_stacks)
             self._started.append(self._process)
             with self._proxy_probe.other as probe:
-                command = [
-                    sys.executable,
-                    "-m",
-                    "manylora.doors.triton.launcher.http_proxy",
-                    f"--address={o.address}",
-                ]
-                command += [f"--port={o.http_port}", f"--inner-port={self._inner_port}"]
+                command = [sys.executable, "-m", PROXY, f"--address={o.address}", f"--port={o.http_port}"]
+                command.append(f"--inner-port={self._inner_port}")
                 command += [f"--secret-file={self._run_dir / SECRET_FILE}", f"--probe={probe.fileno()}"]
                 command += ["--open"] if o.open_management else []
                 self._proxy = spawn(command, os.environ | mark, log, pass_fds=[probe.fileno()])

@@ -37,7 +37,6 @@ class Norm:
         return y
 
     def add(self, x: Tensor, delta: Tensor, lora: LoraBatch | None = None) -> tuple[Tensor, Tensor]:
-        """The sum x + delta, and its norm."""
         if self.bias is not None:
             total = x + delta
             return total, self(total, lora)
@@ -283,7 +282,6 @@ class Block:
 def side_by_side(
     scales: BesideConfig | None, attention: Callable[[Tensor], Tensor], recurrent: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Apply both to the same input, and add the results."""
     assert scales is not None, "only then a layer has both"
 
     def mix(x: Tensor) -> Tensor:
@@ -328,7 +326,6 @@ class LayerInputs:
         return self.norm(made.unflatten(-1, (-1, self.config.dim)), lora)
 
     def add(self, ids: Tensor, made: Tensor) -> Tensor:
-        """made: of the layers that the table covers. Adds the lookups: [layers, T, dim]."""
         ids = ids.where(ids < self.config.vocab_size, 0)
         scale = torch.tensor(self.config.dim**0.5, dtype=made.dtype)  # rounded before use, as in training
         looked_up = self.look_up(ids).to(made.dtype) * scale.item()

@@ -122,7 +122,6 @@ def _classifier(config: ModelConfig, stored: Collection[str]) -> Plan:
 
 
 def unused_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """Prefixes of tensors in a checkpoint that are not loaded."""
     names = FAMILIES[config.architecture].names(config)
     heads = (f"{names.head}.", "lm_head.") if config.tie_word_embeddings else ()
     # Unused keys and values of layers that read another layer's, in released checkpoints.

@@ -17,8 +17,6 @@ from manylora.model.layers import LoraLinear
 
 @dataclass(frozen=True)
 class LayerState:
-    """The states of one layer, and the slots that a step reads and writes."""
-
     state: RecurrentState
     batch: StateBatch
 
@@ -40,7 +38,6 @@ class DeltaRule:
 
 
 def make_states(config: RecurrentConfig, slots: int, device: torch.device) -> RecurrentState:
-    """States of all layers. Their initial content is never read."""
     return RecurrentState(
         *(torch.zeros(len(config.layers), slots, *shape, device=device) for shape in config.state_shapes)
     )

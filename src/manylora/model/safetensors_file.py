@@ -77,8 +77,6 @@ class SafetensorsFile:
 
 
 class FileTensor:
-    """One tensor of a file."""
-
     def __init__(self, file: SafetensorsFile, name: str, entry: Mapping[str, Any]) -> None:
         self._file, self._name, self._entry = file, name, entry
         self._offset: int = entry["data_offsets"][0]

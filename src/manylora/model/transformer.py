@@ -60,7 +60,6 @@ class Transformer:
 
     @property
     def has_quantised_experts(self) -> bool:
-        """Whether the weights of any expert are quantised."""
         experts = [weight for name, weight in self._weights.items() if ".expert." in name]
         return any(
             weight.scales is not None if isinstance(weight, Panels) else not isinstance(weight, Tensor)

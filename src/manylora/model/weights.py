@@ -110,7 +110,6 @@ def load_decoder(
 
 
 def tied_head(table: Tensor | Panels, device: Device) -> Weight:
-    """The head's weight, where it is the embedding's table."""
     return table if isinstance(table, Panels) else device.ops.pack(table)
 
 
@@ -285,7 +284,6 @@ class _SpecRows:
             first += piece.rows
 
     def whole(self) -> Tensor:
-        """The whole weight, on the device."""
         made = torch.empty(self.shape, dtype=self.dtype, device=self._device)
         if self.streams and made.device.type == "cpu":
             self.read(0, made)

@@ -63,7 +63,6 @@ class Channel:
         return Message(what, values, [self._array(np.dtype(kind), shape) for kind, shape in shapes])
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Timeout of each wait for bytes."""
         self._socket.settimeout(seconds)
 
     def is_closed(self) -> bool:

@@ -42,7 +42,6 @@ class Collectives:
         return parts
 
     def send_hidden(self, x: Tensor) -> None:
-        """Send to the rank with the same part in the next stage."""
         dist.send(x.contiguous(), self._mapping.rank + self._size)
 
     def receive_hidden(self, x: Tensor) -> Tensor:

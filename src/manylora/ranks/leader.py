@@ -77,7 +77,6 @@ class Watch:
         return self._hellos.get(rank)
 
     def wait_loss(self, seconds: float) -> str | None:
-        """The reason of a loss found within this time."""
         self._found.wait(seconds)
         return self.reason
 

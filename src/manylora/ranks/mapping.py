@@ -70,7 +70,6 @@ class Mapping:
 
     @property
     def tp_group(self) -> tuple[int, ...]:
-        """The ranks of this stage, ascending."""
         first = self.pp_rank * self.tp_size
         return tuple(range(first, first + self.tp_size))
 

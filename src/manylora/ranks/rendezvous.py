@@ -47,7 +47,6 @@ OF_RANK_0 = (
 
 
 def to_values(config: EngineConfig) -> dict[str, Any]:
-    """The configuration as JSON-serialisable values."""
     return json.loads(json.dumps(asdict(config), default=str))
 
 

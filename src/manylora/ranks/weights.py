@@ -197,7 +197,6 @@ def _of_sum(name: str, kind: str, spec: WeightSpec, count: int, number: int) -> 
 
 
 def query_heads(model: ModelConfig, mapping: Mapping) -> range:
-    """Query heads of this rank."""
     return _share(model.num_heads, mapping.tp_size, mapping.tp_rank)
 
 

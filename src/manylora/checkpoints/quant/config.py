@@ -123,7 +123,6 @@ class QuantConfig:
 
     @property
     def any_weights(self) -> bool:
-        """Whether plain weights are to be quantised."""
         return self.quant_algo in (*SERVED, *INTEGER)
 
     @property
@@ -136,7 +135,6 @@ class QuantConfig:
         return self.any_weights and not any(fnmatchcase(module, pattern) for pattern in excluded)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, JSON-serialisable."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod

@@ -346,7 +346,6 @@ class CheckpointWeights:
         return {}
 
     def names(self, source: str) -> set[str]:
-        """Names of the tensors of the weight `source`, quantised or plain."""
         return set(self.parts(source).values()) or {source}
 
     def is_left_out(self, name: str) -> bool:

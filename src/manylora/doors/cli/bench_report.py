@@ -37,7 +37,6 @@ class Record:
 
     @property
     def ttft_ms(self) -> float | None:
-        """Milliseconds to the first token. None: not known."""
         first = self.answer.first_token if self.answer else None
         return None if first is None else (first - self.started) * 1e3
 
@@ -128,7 +127,6 @@ def tier_figures(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 
 def dataset_details(records: Sequence[Record]) -> dict[str, Any]:
-    """Percentiles of the requested token counts."""
     done = _answered(records)
     inputs = [answer.num_input_tokens for _, answer in done]
     outputs = [record.request.output_tokens for record, _ in done]

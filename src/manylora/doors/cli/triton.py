@@ -46,7 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def argument_parser() -> Parser:
-    """The launcher's arguments, and those that say how a repository is filled."""
     parser = launcher.argument_parser(
         {**{one: f"use --set {one}=VALUE" for one in known_values()}, **TRITON_COMMAND}
     )

@@ -63,7 +63,6 @@ class ServerReplica:
         return await self._member.change(call)
 
     async def whole_answer(self, call: RemoteRequest) -> tuple[str, tuple[RemoteResponse, dict[str, Any]]]:
-        """The response, and this replica's report."""
         return self._id, (await self._member.whole_answer(call), self.record_routing_stats())
 
     async def look(self, name: str, revision: int, drain_s: float) -> tuple[str, State]:

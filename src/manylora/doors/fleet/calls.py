@@ -73,7 +73,6 @@ class FleetRouter(RequestRouter):
         return [[by_name[one.name]] for one in sorted(order, key=lambda one: one.name in silent)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """The replica has accepted the request."""
         if self._routing is not None:
             self._routing.sent(_adapter(pending_request), replica_id.unique_id, time.monotonic())
 
@@ -123,7 +122,6 @@ class Relay(Response):
         self.on_end: Callable[[], None] = lambda: None
 
     def leave(self) -> None:
-        """The client has left: the replica can stop."""
         self._left = True
         if self._answer is not None:
             self._answer.cancel()

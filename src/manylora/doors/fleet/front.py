@@ -128,7 +128,6 @@ class _Front:
         return nullcontext()
 
     async def change(self, request: Request) -> Response:
-        """A change of adapters, which every replica must make."""
         key = self._keyring.loader(request.headers.get("authorization", ""))
         if self._record is None:
             raise ApiError(403, "not_allowed", NO_FOLDER)

@@ -52,8 +52,6 @@ class RemoteRequest:
 
 @dataclass(frozen=True)
 class RemoteResponse:
-    """A complete response of one replica."""
-
     replica: str
     status: int
     headers: list[tuple[bytes, bytes]]

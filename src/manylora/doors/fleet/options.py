@@ -97,7 +97,6 @@ class FleetOptions(ServeOptions):
 
     @property
     def cpus(self) -> float:
-        """CPUs per replica."""
         return self.replica_cpus or max(self.ranks, usable_processors() // self.most_replicas)
 
     def threads(self, environment: Mapping[str, str] = os.environ) -> int | None:

@@ -53,7 +53,6 @@ class NamedAdapters:
         self._known: dict[str, _Named] = {}
 
     def names(self) -> list[str]:
-        """Names of everything below the roots now, and the aliases."""
         return sorted(self._folders.names() | self._aliases.keys())
 
     def find(self, name: str, replace: Callable[[LoRARequest], None]) -> LoRARequest:

@@ -103,8 +103,6 @@ class LlmGeneration(Generation):
 
 
 class LlmPooledGeneration(PooledGeneration):
-    """A prompt of an LLM. result: its values."""
-
     def __init__(
         self, request_id: int, prompt: tuple[int, ...], pooling: Pooling, lora_request: LoRAChoice | None
     ) -> None:
@@ -201,7 +199,6 @@ class Service:
         return done.result()
 
     def abort(self, generation: Sendable) -> None:
-        """End it. No effect if it has ended."""
         with self._lock:
             ticket = self._tickets.get(generation)
             if ticket == FETCHING:

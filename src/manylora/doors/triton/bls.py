@@ -123,7 +123,6 @@ class TextGenerator:
         self._call, self._engine, self._draft, self._accumulate = call, engine, draft, accumulate
 
     def answer(self, client: ClientRequest, request: ServerRequest) -> Iterator[Values]:
-        """`responses` to one of the server's requests."""
         check_parameters(request.parameters())
         tensors = {tensor.name(): tensor for tensor in request.inputs()}
         lora_weights = tensors.pop("lora_weights", None)
@@ -238,7 +237,6 @@ class TextGenerator:
 
 
 def stop_request(call: CallModel, model: str, request_id: str) -> None:
-    """Stop a request to an engine's model."""
     list(call(model, {**_prompt([0], 0), "stop": np.array([[True]])}, ENGINE_OUTPUTS, request_id))
 
 
@@ -380,7 +378,6 @@ class StopWords:
 
     @property
     def all_stopped(self) -> bool:
-        """Whether every sequence with text has reached a stop word."""
         return bool(self._seen) and self._stopped == self._seen.keys()
 
     def cut(self, sequence: int, texts: Sequence[str]) -> list[str]:

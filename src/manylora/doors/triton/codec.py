@@ -72,7 +72,6 @@ class _Item:
         return utf8(value[0], name) if isinstance(value[0], bytes | str) else value[0].item()
 
     def size(self, name: str) -> int:
-        """Length of this item's row. 0 if the tensor is absent."""
         return self.arrays[name][self.index].size if name in self.arrays else 0
 
     def row(self, name: str) -> np.ndarray | None:

@@ -81,7 +81,6 @@ class AnswerReader:
 
     @property
     def done(self) -> bool:
-        """Whether the last event has been returned."""
         return not self._open
 
     def read(self, tensors: Mapping[str, np.ndarray], final: bool) -> list[Event]:

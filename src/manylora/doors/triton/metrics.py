@@ -109,7 +109,6 @@ class Sample:
 
 
 def engine_samples(stats: EngineStats) -> Iterator[Sample]:
-    """Gauges and totals of one snapshot."""
     for family, label, gauges in _upstream(stats):
         for name, logged, value in gauges:
             yield Sample(family, ((label, name),), value, logged=logged)
@@ -278,7 +277,6 @@ SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 def families(longest: int) -> dict[str, MetricFamily]:
-    """Families by name. longest: tokens of a prompt and its output."""
     counts, power = list[float](), 1  # 1, 2, 5, 10, 20, 50, … up to `longest`
     while power <= longest:
         counts += [float(step * power) for step in (1, 2, 5) if step * power <= longest]

@@ -223,7 +223,6 @@ def scalar(arrays: Arrays, name: str, default: Any = None) -> Any:
 
 
 def texts(arrays: Arrays, name: str) -> list[str]:
-    """All values of an input. Raises RequestError."""
     return [utf8(value, name) for value in arrays[name].reshape(-1)] if name in arrays else []
 
 

@@ -123,7 +123,6 @@ class ClientConnection(asyncio.Protocol):
             self._server.resume()
 
     def on_silence(self) -> None:
-        """The deadline has passed."""
         if self._transport.is_closing():  # the client does not read what is left
             self._transport.abort()
         else:
@@ -251,7 +250,6 @@ class ClientConnection(asyncio.Protocol):
         self._transport.write(data)
 
     def on_answered(self) -> None:
-        """The whole response has been written."""
         assert self._head is not None
         if self._rest:
             self._linger()
@@ -268,7 +266,6 @@ class ClientConnection(asyncio.Protocol):
             self._advance(len(self._received))
 
     def pause(self) -> None:
-        """The server cannot take more for now."""
         self._server_full = True
         if not self._closed:
             self._transport.pause_reading()
@@ -409,7 +406,6 @@ class HttpProxy:
         return made
 
     def keep(self, server: ServerConnection) -> None:
-        """For another request."""
         server.resume()
         self._idle.append(server)
 

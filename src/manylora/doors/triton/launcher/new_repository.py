@@ -48,7 +48,6 @@ class RepositoryPlan:
 
 
 def known_values() -> set[str]:
-    """Names of all template variables."""
     texts = (path.read_text(encoding="utf-8") for path in templates.FOLDER.glob(f"*/{CONFIG}"))
     return set().union(*map(templates.variables, texts))
 

@@ -135,7 +135,6 @@ def temporary_folder() -> Path:
 
 
 def rank_directories(http_port: int) -> list[RunDirectory]:
-    """Of this host's ranks without a server."""
     server, found = RunDirectory(http_port).path, []
     for path in server.parent.glob(f"{server.name}{RANK}*"):
         rank = path.name.rpartition(RANK)[2]
@@ -146,7 +145,6 @@ def rank_directories(http_port: int) -> list[RunDirectory]:
 
 
 def running_ports() -> list[int]:
-    """HTTP ports of this user's servers."""
     names = (path.name for path in temporary_folder().glob(f"manylora-{os.getuid()}-*"))
     ports = (int(port) for name in names if (port := name.rpartition("-")[2]).isdecimal())
     return sorted(port for port in ports if RunDirectory(port).supervisor())
@@ -176,8 +174,6 @@ def limit_size(path: Path, limit: int = LOG_BYTES) -> None:
 
 
 class ServerLog:
-    """Finds out why tritonserver did not start."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._start = 0
@@ -187,7 +183,6 @@ class ServerLog:
         self._start = self.path.stat().st_size if self.path.exists() else 0
 
     def refusal(self) -> str | None:
-        """The message that says why a model did not load."""
         found = re.findall(r"(?:UNAVAILABLE|Internal|Invalid argument): ([^|\n]+)", self._read())
         return found[0].split("\\n")[0].strip(' "') if found else None  # without Python's traceback
 

@@ -198,7 +198,6 @@ class TritonServer:
             os.close(log)
 
     def processes(self) -> list[int]:
-        """Ids of the server, its proxy and its models' processes."""
         return [self._process.pid, self._proxy.pid, *sorted(self._models)]
 
     def _wait_ready(self, stopping: Callable[[], bool]) -> None:
@@ -269,7 +268,6 @@ class TritonServer:
         return lasts > min(self._options.hang_timeout or math.inf, STOPPED_S)
 
     def loss(self) -> str | None:
-        """The reason why the server has to be restarted, or None."""
         self._clock.read()
         if (loss := self._died()) is not None:
             return loss
@@ -353,7 +351,6 @@ class TritonServer:
         self.kill()
 
     def kill(self) -> None:
-        """Kill it, with anything that may be left of it or of an earlier one."""
         for process in self._started:
             kill_child(process)
         if self._started:

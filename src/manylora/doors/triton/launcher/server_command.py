@@ -41,8 +41,6 @@ PRELOAD = "LD_PRELOAD"
 
 @dataclass(frozen=True)
 class Installation:
-    """The binary, the additional arguments it needs, and its environment."""
-
     binary: Path
     arguments: tuple[str, ...]
     environment: dict[str, str]
@@ -207,7 +205,6 @@ def management_secret(run_dir: Path, file: Path | None) -> str:
 
 
 def describe_access(address: str, run_dir: Path, management_is_open: bool) -> str:
-    """Text for the terminal: which interfaces are open to whom."""
     local = address in ("127.0.0.1", "::1", "localhost")
     who = "anybody on this machine" if local else f"anybody who reaches {address}"
     if management_is_open:

@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.sources import find_source, read_lora
 from manylora.adapters.modules import lora_modules
-from manylora.doors.python.lora import LoraConfig as OurLoraConfig
+from manylora.doors.python.llm_args import LoraConfig as OurLoraConfig
 from manylora.doors.python.options import engine_config
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.device import open_device

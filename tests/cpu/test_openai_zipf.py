@@ -23,7 +23,7 @@ from tiny_models import make_adapter, make_model
 from transformers import AutoModelForCausalLM
 from waiting import wait_for
 
-from manylora.doors.python.lora import LoraConfig
+from manylora.doors.python.llm_args import LoraConfig
 from manylora.generation.tokenizer import Tokenizer
 
 LONG = bool(os.environ.get("MANYLORA_LONG"))

@@ -30,7 +30,7 @@ NO_TORCH = [
     "system.processor", "system.folders", "system.compiler", "system.progress", "system.own_clock",
     "system.connections", "checkpoints.quant.config",
     "checkpoints.gguf.container", "checkpoints.gguf.config", "checkpoints.gguf.tokenizer",
-    "checkpoints.gguf.folder", "config", "generation", "adapters.pages", "adapters.module_sizes",
+    "config", "generation", "adapters.pages", "adapters.module_sizes",
     "adapters.modules", "adapters.geometry", "adapters.bounds", "adapters.number_types", "adapters.tensors",
     "adapters.staging", "adapters.extras", "adapters.rules", "adapters.slicing", "adapters.cache.cache",
     "adapters.catalog", "adapters.text", "cli", "engine.sequence", "engine.guide", "engine.guide_trial",

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from manylora.doors.triton.codec import adapter_told
+from manylora.doors.triton.server_types import decode_word_list, encode_word_lists
 from manylora.doors.triton.text_models import MAX_TOKENS, MAX_WORDS, WORD_COST, Postprocessor, Preprocessor
-from manylora.doors.triton.texts import decode_word_list, encode_word_lists
 from manylora.errors import AdapterInvalidError, RequestError
 from manylora.generation.defaults import GenerationDefaults, OwnText
 from manylora.generation.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from manylora.checkpoints.gguf.folder import gguf_folder, is_gguf
+from manylora.checkpoints.gguf.config import gguf_folder, is_gguf
 from manylora.errors import ConfigError, printable
 from manylora.system.progress import Progress, size
 

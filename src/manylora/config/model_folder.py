@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from manylora.checkpoints.gguf.folder import linked_files
+from manylora.checkpoints.gguf.config import linked_files
 from manylora.config.hub import is_hub_id
 from manylora.config.settings import read_json, readable
 from manylora.errors import ConfigError, printable

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.adapters.extras import HEAD
+from manylora.checkpoints.gguf.config import linked_files
 from manylora.checkpoints.gguf.file import GgufFile
-from manylora.checkpoints.gguf.folder import linked_files
 from manylora.config.blocks import HeadLayerConfig
 from manylora.config.pooling import read_dense_modules
 from manylora.errors import ConfigError

@@ -293,7 +293,9 @@ def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Co
     assert config.moe is not None
     moe, hidden = config.moe, config.hidden_size
     inner, count, seen = moe.intermediate_size, moe.num_experts, moe.latent_size or hidden
-    block, stacks = _stacked(names, source, stored)
+    own = source + names.sparse if names.sparse else source.removesuffix(".")
+    both = [(one, *pair) for one in (f"{source}mlp", own) for pair in STACKS]
+    block, *stacks = next((one for one in both if f"{one[0]}.{one[1]}" in stored), (own,))
     routers = [f"{block}.{name}.weight" for name in names.routers]
     router = next((name for name in routers if name in stored), routers[0])
     specs = {"router.weight": matrix(router, count, hidden)}
@@ -319,8 +321,8 @@ def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Co
             fused = f"{block}.experts.gate_up_proj"
             up_gate = tuple(RowSlice(fused, start, inner, 2 * inner, e, count, 2) for start in (1, 0))
             down = RowSlice(f"{block}.experts.down_proj", 0, hidden, hidden, e, count)
-        elif stacks is not None:
-            fused, lower = stacks
+        elif stacks:
+            fused, lower = (f"{block}.{name}" for name in stacks)
             up_gate = tuple(RowSlice(fused, start, inner, 2 * inner, e, count) for start in (inner, 0))
             if not moe.gated:
                 up_gate = (RowSlice(fused, 0, inner, inner, e, count),)
@@ -330,7 +332,7 @@ def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Co
             parts = names.expert_up_gate if moe.gated else names.expert_up_gate[:1]
             up_gate = tuple(whole(f"{expert}{name}.weight", inner) for name in parts)
             down = whole(f"{expert}{names.expert_down}.weight", seen)
-        turned = mixed or (moe.transposed and stacks is not None)
+        turned = mixed or (moe.transposed and bool(stacks))
         for name, pieces, columns in (("up_gate", up_gate, seen), ("down", (down,), inner)):
             specs[f"expert.{e}.{name}.weight"] = WeightSpec(pieces, columns, True, turned)
             if moe.biased:
@@ -343,16 +345,6 @@ def sparse_plan(config: ModelConfig, names: TensorNames, source: str, stored: Co
     if moe.shared_intermediate_size:
         specs |= _shared(moe, hidden, names, source, block)
     return specs
-
-
-def _stacked(names: TensorNames, source: str, stored: Collection[str]) -> tuple[str, tuple[str, str] | None]:
-    """The block of a layer's experts, its gate and up, and its down. None: one tensor per expert."""
-    own = source + names.sparse if names.sparse else source.removesuffix(".")
-    for block in (f"{source}mlp", own):
-        for first, second in STACKS:
-            if f"{block}.{first}" in stored:
-                return block, (f"{block}.{first}", f"{block}.{second}")
-    return own, None
 
 
 def _shared(moe: MoeConfig, hidden: int, names: TensorNames, source: str, block: str) -> Plan:

@@ -15,7 +15,7 @@ import numpy as np
 
 from manylora.adapters.formats import one_line
 from manylora.adapters.formats.tensor_files import TORCH_NAMES, RawTensor
-from manylora.checkpoints.gguf.folder import linked_files
+from manylora.checkpoints.gguf.config import linked_files
 from manylora.checkpoints.quant.config import checkpoint_quant
 from manylora.config.model_folder import WEIGHTS, indexed_files
 from manylora.errors import AdapterInvalidError, ConfigError

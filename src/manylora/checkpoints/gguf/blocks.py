@@ -56,11 +56,6 @@ def _low_high(packed: Tensor) -> Tensor:
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
-def _fifth_bits(packed: Tensor) -> Tensor:
-    """[N, B, 4] bytes -> [N, B, 32]: 16 where an input's bit is set."""
-    return ((packed.unsqueeze(-1) >> BITS) & 1).flatten(-2) << 4
-
-
 def _four(values: Tensor, scales: Tensor, offsets: Tensor | None, columns: int) -> QuantisedWeight:
     """values: uint8 from 0 to 15. With offsets the value is the stored one; without them it is 8 less."""
     zeros = None if offsets is None else torch.full(scales.shape, -8, dtype=torch.int8)
@@ -79,11 +74,6 @@ def _scales_of_eight(blocks: Tensor) -> tuple[Tensor, Tensor]:
     minima = torch.cat((mid & 63, (high >> 4) | ((mid >> 2) & 48)), dim=-1).float()
     offsets = -(_half(blocks, 2).unsqueeze(-1) * minima)
     return (_half(blocks, 0).unsqueeze(-1) * scales).flatten(1), offsets.flatten(1)
-
-
-def _q4_k(blocks: Tensor, columns: int) -> QuantisedWeight:
-    packed = blocks[..., 4 + SCALE_BYTES :].unflatten(-1, (4, 32))
-    return _four(_low_high(packed), *_scales_of_eight(blocks), columns)
 
 
 def _q5_k(blocks: Tensor, columns: int) -> QuantisedWeight:
@@ -133,7 +123,8 @@ def _iq4_xs(blocks: Tensor, columns: int) -> QuantisedWeight:
 
 def _five(blocks: Tensor, at: int) -> Tensor:
     """Q5_0 and Q5_1: values from 0 to 31. at: the first byte of their fifth bits."""
-    return _low_high(blocks[..., at + 4 :]) | _fifth_bits(blocks[..., at : at + 4])
+    fifth = ((blocks[..., at : at + 4].unsqueeze(-1) >> BITS) & 1).flatten(-2) << 4  # [N, B, 32]
+    return _low_high(blocks[..., at + 4 :]) | fifth
 
 
 LAYOUTS: dict[str, Callable[[Tensor, int], QuantisedWeight]] = {
@@ -144,7 +135,7 @@ LAYOUTS: dict[str, Callable[[Tensor, int], QuantisedWeight]] = {
     "Q8_0": lambda b, n: _eight(b[..., 2:].contiguous().view(torch.int8), _half(b, 0), None, n),
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
+    "Q4_K": lambda b, n: _four(_low_high(b[..., 16:].unflatten(-1, (4, 32))), *_scales_of_eight(b), n),
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "IQ4_NL": lambda b, n: _eight(IQ4[_low_high(b[..., 2:]).int()], _half(b, 0), None, n),

@@ -48,26 +48,11 @@ YOUTU = (
     "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
     WORDS % (f"{TAILS}?", f"{TAILS}?") + r"\p{N}|" + SLASHES,
 )
-ASIAN = "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+"
-CHAMELEON = (
-    "<sentinel:[0-9]+>",
-    "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
-    r"([\t\n]|    |  )",
-    r"\p{N}",
-    r"[\p{P}!-/:-@\[-`{-~]",
-    GPT2,
-)
 KIMI = (
     WORDS.replace("\\p{M}]", "\\p{M}&&[^\\p{Han}]]") % (f"{TAILS}?", f"{TAILS}?")
     + rf"{TRIPLES}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{LINES}"
 )
 NO_MARKS = " ?[^(\\s|.,!?…。，、।۔،)]+"
-SPACES = "|".join(rf"\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1))
-BAILING = rf"'(?i:[sdmt]|ll|ve|re)|{LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-EXAONE_MOE = (
-    rf"{TAILS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
-)
 UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 
 
@@ -94,27 +79,17 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     **_all("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", r"\p{N}", GPT2),
     **_all("gpt-2 phi-2 olmo mpt jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum", GPT2),
     **_all("jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe modern-bert", GPT2),
-    **_all(
-        "jais-2",
-        rf"{TAILS}|{LETTERS}|{TRIPLES}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{SPACES}|\s{{1,2}}(?!\S)|\s",
-    ),
-    **_all("poro-chat bloom gpt3-finnish", NO_MARKS),
     **_all("viking", NO_MARKS, r"\p{N}"),
-    **_all("bailingmoe bailingmoe2 llada-moe", BAILING),
     **_all("seed-coder", rf"{TAILS}|{LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{LINES}"),
     **_all("ufakzeka", rf"{LETTERS}|\p{{N}}|{REST}"),
-    **_all("laguna", r"[^\n]+|[\n]+", QWEN2),
-    **_all("exaone-moe", EXAONE_MOE),
     **_all("minicpm5", TRIPLES, rf"{TAILS}|{LETTERS}|\p{{N}}+|{REST}"),
     **_all("superbpe", r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
-    **_all("afmoe", r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", ASIAN, DEEPSEEK3[2]),
-    **_all("chameleon", *CHAMELEON),
     **_all("default", *UNNAMED),
 }
 """Each is applied to the pieces that the ones before it left, and what it does not match is a piece, too."""
 BEGINS = (
     "llama-bpe", "llama3", "llama-v3", "llama4-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
-    "jina-v5-nano", "tekken", "chameleon",
+    "jina-v5-nano", "tekken",
 )  # fmt: skip
 """Those with a begin token unless the file says otherwise."""
 WHOLE_WORDS = (*BEGINS, "glm4", "glm5", "youtu", "minicpm5", "granite-embed-multi-97m")

@@ -129,7 +129,7 @@ def _lora(options: argparse.Namespace) -> dict[str, Any] | None:
     from manylora.adapters.formats.base_weights import BaseWeights
     from manylora.adapters.modules import MODULE_NAMES
     from manylora.config.resolve import with_whole_qkv
-    from manylora.doors.python.lora import LoraConfig
+    from manylora.doors.python.llm_args import LoraConfig
     from manylora.doors.python.options import inferred_targets
     from manylora.model.checkpoint import read_model_config
 

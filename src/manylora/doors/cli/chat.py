@@ -149,7 +149,7 @@ class InProcess:
         self.first = given[0][0] if given else None
         print(f"Loading {options.model} …", file=sys.stderr, flush=True)  # now: to import torch takes seconds
         from manylora.doors.python.llm import LLM
-        from manylora.doors.python.lora import LoRARequest
+        from manylora.doors.python.llm_args import LoRARequest
         from manylora.generation.defaults import LLAMA_CPP
 
         self._named = {name: LoRARequest(name, i, path) for i, (name, path) in enumerate(given, 1) if path}

@@ -11,7 +11,7 @@ from pathlib import Path
 from manylora.adapters.modules import MEANINGS, LoraModule, LoraModuleId, lora_modules
 from manylora.adapters.remote.resolver import AdapterSources, Located, is_url
 from manylora.adapters.report import AdapterReport, BaseModel, inspect_adapter
-from manylora.checkpoints.gguf.folder import is_gguf
+from manylora.checkpoints.gguf.config import is_gguf
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.hub import is_hub_id, local_model, model_folder
 from manylora.errors import ConfigError

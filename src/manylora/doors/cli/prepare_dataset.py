@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from manylora.config.hub import local_model
-from manylora.doors.python.lora import LoRARequest
+from manylora.doors.python.llm_args import LoRARequest
 from manylora.errors import ConfigError
 from manylora.generation.tokenizer import Tokenizer
 from manylora.system.command_line import Parser

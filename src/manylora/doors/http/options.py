@@ -16,8 +16,8 @@ from typing import Any
 from manylora.adapters.catalog.names import Aliases, is_name, name_problem
 from manylora.adapters.remote.resolver import CACHE_BYTES, AdapterSources, Located, is_remote
 from manylora.adapters.text.adapter_text import PARTS, TOKENIZER_BYTES, TextSource, TrustedFolder
+from manylora.checkpoints.gguf.config import is_gguf
 from manylora.checkpoints.gguf.container import NAMED
-from manylora.checkpoints.gguf.folder import is_gguf
 from manylora.config.engine import SETTINGS, EngineConfig, LoraCacheConfig
 from manylora.config.foreign import LLM
 from manylora.config.hub import hub_name, is_hub_id, local_model

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from manylora.checkpoints.quant.config import QuantAlgo, QuantConfig
-from manylora.doors.python.llm_args import KvCacheConfig, NGramDecodingConfig, PeftCacheConfig
-from manylora.doors.python.lora import LoraConfig, LoRARequest
+from manylora.doors.python.llm_args import (
+    KvCacheConfig,
+    LoraConfig,
+    LoRARequest,
+    NGramDecodingConfig,
+    PeftCacheConfig,
+)
 from manylora.doors.python.outputs import PoolingRequestOutput, RequestOutput, RequestTimings
 from manylora.generation.outputs import CompletionOutput, Logprob
 from manylora.generation.pooled import PoolingParams

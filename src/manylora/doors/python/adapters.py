@@ -22,7 +22,7 @@ from manylora.adapters.formats.peft.settings import EMBEDDED
 from manylora.adapters.formats.sources import find_source
 from manylora.adapters.remote.resolver import AdapterSources, Located, is_remote
 from manylora.adapters.tensors import Adapter, FileAdapter
-from manylora.doors.python.lora import LoRAChoice, LoRARequest, members_of
+from manylora.doors.python.llm_args import LoRAChoice, LoRARequest, members_of
 from manylora.errors import (
     AdapterError,
     AdapterInvalidError,

@@ -19,7 +19,7 @@ from manylora.config.hub import local_model
 from manylora.config.pooling import read_pooling_settings
 from manylora.config.resolve import read_build_record
 from manylora.doors.python.adapters import AdapterRegistry, NamedAdapters, with_requests
-from manylora.doors.python.lora import LoRAChoice, LoraConfig, LoRARequest, members_of
+from manylora.doors.python.llm_args import LoRAChoice, LoraConfig, LoRARequest, members_of
 from manylora.doors.python.options import (
     NO_ADAPTERS,
     LlmArguments,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from manylora.doors.python.base import BaseLLM
-from manylora.doors.python.lora import LoRAChoice, LoRARequest, is_choice
+from manylora.doors.python.llm_args import LoRAChoice, LoRARequest, is_choice
 from manylora.doors.python.outputs import (
     ClassificationOutput,
     EmbeddingOutput,

@@ -24,8 +24,7 @@ from manylora.config.engine import SETTINGS, EngineConfig
 from manylora.config.model import ModelConfig
 from manylora.config.resolve import rename, resolve
 from manylora.config.settings import CONVERTERS
-from manylora.doors.python.llm_args import KvCacheConfig, NGramDecodingConfig, PeftCacheConfig
-from manylora.doors.python.lora import LoraConfig
+from manylora.doors.python.llm_args import KvCacheConfig, LoraConfig, NGramDecodingConfig, PeftCacheConfig
 from manylora.errors import AdapterError, ConfigError
 from manylora.model.checkpoint import read_model_config
 

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from manylora.doors.python.lora import LoRAChoice
+from manylora.doors.python.llm_args import LoRAChoice
 from manylora.generation.outputs import CompletionOutput
 from manylora.request import RequestMetrics
 

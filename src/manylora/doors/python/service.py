@@ -13,7 +13,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from manylora.doors.python.adapters import AdapterRegistry
-from manylora.doors.python.lora import LoRAChoice, lora_of, members_of
+from manylora.doors.python.llm_args import LoRAChoice, lora_of, members_of
 from manylora.doors.python.outputs import GenerationResult, RequestOutput, RequestTimings
 from manylora.doors.python.prompts import Prompt
 from manylora.engine.loop import EngineLoop, as_refusal

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from manylora.doors.triton.server_types import Arrays
+from manylora.doors.triton.server_types import Arrays, decode_word_list, utf8
 from manylora.doors.triton.tensor_table import REFUSED_INPUTS, SAMPLING_SCALARS
-from manylora.doors.triton.texts import decode_word_list, utf8
 from manylora.errors import RequestError
 from manylora.generation.sampling import parameters_of
 from manylora.generation.stream import WINDOW

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from manylora.doors.triton.server_types import encode_word_lists
 from manylora.doors.triton.tensor_table import SAMPLING_SCALARS, TENSORRT_LLM
-from manylora.doors.triton.texts import encode_word_lists
 from manylora.errors import RequestError
 from manylora.request import (
     INVOCATION,

@@ -186,7 +186,7 @@ class RequestMeter:
         """waited_s: before the engine got it; it counts as queueing time and towards the first token."""
         self._starting = self._starting and is_starting()
         if self._starting:
-            return iter(())
+            return
         members = lora.members if lora is not None else ()
         names = [one.name or str(one.task_id) for one, _ in members] or [BASE]
         known = []
@@ -194,38 +194,34 @@ class RequestMeter:
             unproven = event.finish_reason is FinishReason.ERROR or len(self._names) >= MAX_ADAPTERS
             known.append(OTHER if name not in self._names and unproven else name)
             self._names.add(known[-1])
-        return _request_samples(list(dict.fromkeys(known)), event, waited_s)
-
-
-def _request_samples(names: list[str], event: Event, waited_s: float) -> Iterator[Sample]:
-    metrics = event.metrics
-    reason = event.finish_reason.value if event.finish_reason else ""
-    adapters = [("adapter", name) for name in names]
-    for adapter in adapters:
-        yield Sample("manylora_adapter_requests_total", (adapter, ("finish_reason", reason)), 1, True)
-        if event.pooled is not None:
-            yield Sample("manylora_pooled_requests_total", (adapter,), 1, True)
-    if metrics is None or event.finish_reason is FinishReason.ERROR:
-        return
-    prompt, output = metrics.prompt_tokens, metrics.output_tokens
-    yield Sample("nv_llm_input_token_len", (("response_metric_type", "total_input_tokens"),), prompt)
-    yield Sample("nv_llm_output_token_len", (("response_metric_type", "total_output_tokens"),), output)
-    for adapter in adapters:
-        yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "prompt")), prompt, True)
-        yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "output")), output, True)
-        if metrics.activated is not None:
-            for kind in ("before", "shared", "acted"):
-                count = getattr(metrics.activated, kind)
-                yield Sample("manylora_activated_tokens_total", (adapter, ("kind", kind)), count, True)
-        if metrics.first_scheduled_ns or waited_s:
-            queued_ns = max(0, metrics.first_scheduled_ns - metrics.arrival_ns)
-            yield Sample("manylora_adapter_queue_seconds", (adapter,), waited_s + queued_ns / 1e9)
-        if metrics.first_token_ns:
-            seconds = waited_s + (metrics.first_token_ns - metrics.arrival_ns) / 1e9
-            yield Sample("manylora_adapter_ttft_seconds", (adapter,), seconds)
-        if metrics.adapter_tier not in ("", "device"):
-            tier = ("tier", metrics.adapter_tier)
-            yield Sample("manylora_adapter_cold_loads_total", (adapter, tier), 1, True)
+        metrics = event.metrics
+        reason = event.finish_reason.value if event.finish_reason else ""
+        adapters = [("adapter", name) for name in dict.fromkeys(known)]
+        for adapter in adapters:
+            yield Sample("manylora_adapter_requests_total", (adapter, ("finish_reason", reason)), 1, True)
+            if event.pooled is not None:
+                yield Sample("manylora_pooled_requests_total", (adapter,), 1, True)
+        if metrics is None or event.finish_reason is FinishReason.ERROR:
+            return
+        prompt, output = metrics.prompt_tokens, metrics.output_tokens
+        yield Sample("nv_llm_input_token_len", (("response_metric_type", "total_input_tokens"),), prompt)
+        yield Sample("nv_llm_output_token_len", (("response_metric_type", "total_output_tokens"),), output)
+        for adapter in adapters:
+            yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "prompt")), prompt, True)
+            yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "output")), output, True)
+            if metrics.activated is not None:
+                for kind in ("before", "shared", "acted"):
+                    count = getattr(metrics.activated, kind)
+                    yield Sample("manylora_activated_tokens_total", (adapter, ("kind", kind)), count, True)
+            if metrics.first_scheduled_ns or waited_s:
+                queued_ns = max(0, metrics.first_scheduled_ns - metrics.arrival_ns)
+                yield Sample("manylora_adapter_queue_seconds", (adapter,), waited_s + queued_ns / 1e9)
+            if metrics.first_token_ns:
+                seconds = waited_s + (metrics.first_token_ns - metrics.arrival_ns) / 1e9
+                yield Sample("manylora_adapter_ttft_seconds", (adapter,), seconds)
+            if metrics.adapter_tier not in ("", "device"):
+                tier = ("tier", metrics.adapter_tier)
+                yield Sample("manylora_adapter_cold_loads_total", (adapter, tier), 1, True)
 
 
 def _upstream(stats: EngineStats) -> Iterator[tuple[str, str, list[tuple[str, str, float]]]]:

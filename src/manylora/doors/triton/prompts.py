@@ -19,9 +19,8 @@ from manylora.config.pooling import PoolingSettings, read_pooling_settings
 from manylora.config.repository import ENGINE, engine_context, parameters_beside, value_of
 from manylora.doors.triton.bls import CallModel, ClientRequest, stop_request
 from manylora.doors.triton.engine_client import AnswerReader, request_tensors
-from manylora.doors.triton.server_types import Arrays
+from manylora.doors.triton.server_types import Arrays, utf8
 from manylora.doors.triton.tensor_table import STATISTICS
-from manylora.doors.triton.texts import utf8
 from manylora.errors import ConfigError, RequestCancelledError, RequestError
 from manylora.generation.decoding import Decoding, decoding_of
 from manylora.generation.defaults import NO_DEFAULTS, OwnText

@@ -18,9 +18,17 @@ from manylora.config.hub import model_folder
 from manylora.config.repository import value_of
 from manylora.doors.triton.bls import TO_PREPROCESSING
 from manylora.doors.triton.client_errors import check_parameters, client_message
-from manylora.doors.triton.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest, send
+from manylora.doors.triton.server_types import (
+    FINAL,
+    Arrays,
+    Response,
+    ResponseSender,
+    ServerRequest,
+    encode_word_lists,
+    send,
+    utf8,
+)
 from manylora.doors.triton.shape_guard import read_inputs
-from manylora.doors.triton.texts import encode_word_lists, utf8
 from manylora.errors import AdapterError, ConfigError, RequestError
 from manylora.generation.defaults import NO_DEFAULTS, OwnText
 from manylora.generation.tokenizer import Tokenizer

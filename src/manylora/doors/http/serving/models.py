@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from manylora.adapters.catalog.entry import AdapterEntry
+from manylora.checkpoints.gguf.config import linked_files
 from manylora.checkpoints.gguf.container import read_parts
-from manylora.checkpoints.gguf.folder import linked_files
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.doors.http.api.schema import CompletionRequest

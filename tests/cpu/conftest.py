@@ -27,7 +27,7 @@ from levels import PARAMS, open_library, open_products
 from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
-from manylora.ranks import leader
+from manylora.ranks import rendezvous
 
 reference_copies.begin()
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
@@ -84,7 +84,7 @@ def forks() -> Iterator[forked.ForkServer]:
 def forked_ranks(forks: forked.ForkServer) -> Iterator[forked.ForkServer]:
     """Engines start their other ranks by it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leader, "spawn_ranks", forks.spawn_ranks)
+        patch.setattr(rendezvous, "spawn_ranks", forks.spawn_ranks)
         yield forks
 
 

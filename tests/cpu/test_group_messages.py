@@ -19,6 +19,7 @@ from manylora.config.engine import EngineConfig
 from manylora.engine.follower import Follower
 from manylora.engine.step_messages import END, write_message
 from manylora.ranks import leader as leader_module
+from manylora.ranks import rendezvous
 from manylora.ranks.channel import Channel, Message
 from manylora.ranks.leader import Leader, Watch
 from manylora.ranks.rank_info import RankInfo
@@ -40,8 +41,8 @@ def channels() -> Iterator[tuple[Link, Channel, Channel]]:
 def open_leader(link: Link, patch: pytest.MonkeyPatch) -> Leader:
     watch = SimpleNamespace(links=[link], reason=None, close=lambda: None)
     patch.setattr(leader_module, "Watch", lambda *_: watch)
-    patch.setattr(leader_module, "open_store", lambda _: SimpleNamespace(port=0))
-    patch.setattr(leader_module, "group_store", lambda *_: None)
+    patch.setattr(rendezvous, "open_store", lambda _: SimpleNamespace(port=0))
+    patch.setattr(rendezvous, "group_store", lambda *_: None)
     patch.setattr(Leader, "_greet", lambda *_: None)
     return Leader(EngineConfig(Path()), RankInfo(0, 2, 0, 2))
 

@@ -20,21 +20,9 @@ from torch.distributed import Store
 
 from manylora.config.engine import EngineConfig
 from manylora.errors import ConfigError, GroupLostError, RequestError
+from manylora.ranks import rendezvous
 from manylora.ranks.channel import ChannelClosedError, Message
 from manylora.ranks.rank_info import RankInfo
-from manylora.ranks.rendezvous import (
-    AGREED,
-    REFUSED,
-    START_S,
-    Link,
-    check_identity,
-    group_store,
-    identity,
-    meet_ranks,
-    open_store,
-    spawn_ranks,
-    to_values,
-)
 from manylora.system.own_clock import OwnClock
 
 logger = logging.getLogger("manylora")
@@ -54,7 +42,7 @@ class Watch:
     reason.
     """
 
-    def __init__(self, size: int, links: list[Link] | None = None) -> None:
+    def __init__(self, size: int, links: list[rendezvous.Link] | None = None) -> None:
         self.lost: Callable[[str], None] = lambda reason: None
         self.reason: str | None = None
         self._size, self._closing = size, threading.Event()
@@ -63,7 +51,7 @@ class Watch:
         self._heard: dict[int, float] = {}
         self._stopped: dict[int, float] = {}
         self._clock = OwnClock(TURN_S)
-        found: Future[list[Link]] = Future()
+        found: Future[list[rendezvous.Link]] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(links, found), name="manylora-ranks", daemon=True
         )
@@ -92,9 +80,9 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * END_S)
 
-    def _run(self, links: list[Link] | None, found: Future[list[Link]]) -> None:
+    def _run(self, links: list[rendezvous.Link] | None, found: Future[list[rendezvous.Link]]) -> None:
         try:
-            self.links = spawn_ranks(self._size) if links is None else links
+            self.links = rendezvous.spawn_ranks(self._size) if links is None else links
         except BaseException as error:
             found.set_exception(error)
             return
@@ -128,7 +116,7 @@ class Watch:
         for link in self.links:
             self._check(link, now)
 
-    def _check(self, link: Link, now: float) -> None:
+    def _check(self, link: rendezvous.Link, now: float) -> None:
         text = ""
         if link.process is not None:
             with suppress(OSError):
@@ -143,7 +131,7 @@ class Watch:
             if now - heard > SILENCE_S:
                 self.note(f"rank {link.rank} of {self._size} has not answered for {SILENCE_S:.0f} s")
 
-    def _ended(self, link: Link) -> str:
+    def _ended(self, link: rendezvous.Link) -> str:
         how = "is gone"
         if link.process is not None:
             with suppress(subprocess.TimeoutExpired):
@@ -175,15 +163,15 @@ class Leader:
     def __init__(self, config: EngineConfig, info: RankInfo) -> None:
         self.info, self._ended, self._told = info, False, 0
         self._lock = threading.Lock()  # protects the adapter channels
-        store, token = open_store(info), secrets.token_hex(16) if info.address else ""
-        self.store: Store = group_store(store, token)
-        self._watch = Watch(info.size, meet_ranks(info, store, token) if info.address else None)
+        store, token = rendezvous.open_store(info), secrets.token_hex(16) if info.address else ""
+        self.store: Store = rendezvous.group_store(store, token)
+        self._watch = Watch(info.size, rendezvous.meet_ranks(info, store, token) if info.address else None)
         try:
             self._greet(config, store.port)
         except BaseException as error:
             for link in self._watch.links if isinstance(error, ConfigError) else ():
                 with suppress(ChannelClosedError):  # each host's user sees only its own rank's messages
-                    link.steps.send(Message(REFUSED, {"reason": str(error)}))
+                    link.steps.send(Message(rendezvous.REFUSED, {"reason": str(error)}))
             self.close()
             raise
 
@@ -252,21 +240,21 @@ class Leader:
 
     def _greet(self, config: EngineConfig, port: int) -> None:
         """Check that all ranks have come, and are to serve the same. port: of the store."""
-        info, expected = self.info, identity(config)
-        deadline = time.monotonic() + START_S
+        info, expected = self.info, rendezvous.identity(config)
+        deadline = time.monotonic() + rendezvous.START_S
         for link in self._watch.links:
             values = {"rank": link.rank, "size": info.size, "port": port}
-            self._tell_one(link, Message("start", values | {"config": to_values(config)}))
+            self._tell_one(link, Message("start", values | {"config": rendezvous.to_values(config)}))
         for link in self._watch.links:
             found = self._watch.wait_hello(link.rank, deadline)
             if found is None:
-                text = f"rank {link.rank} of {info.size} did not come within {START_S:.0f} s"
+                text = f"rank {link.rank} of {info.size} did not come within {rendezvous.START_S:.0f} s"
                 raise ConfigError(self._watch.reason or text)
-            check_identity(link.rank, found, expected)
+            rendezvous.check_identity(link.rank, found, expected)
         for link in self._watch.links:
-            self._tell_one(link, Message(AGREED))
+            self._tell_one(link, Message(rendezvous.AGREED))
 
-    def _tell_one(self, link: Link, message: Message) -> None:
+    def _tell_one(self, link: rendezvous.Link, message: Message) -> None:
         try:
             link.steps.send(message)
         except ChannelClosedError as error:

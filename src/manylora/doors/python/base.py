@@ -18,16 +18,9 @@ from manylora.adapters.text.adapter_text import TOKENIZER_BYTES
 from manylora.config.hub import local_model
 from manylora.config.pooling import read_pooling_settings
 from manylora.config.resolve import read_build_record
+from manylora.doors.python import options
 from manylora.doors.python.adapters import AdapterRegistry, NamedAdapters, with_requests
 from manylora.doors.python.llm_args import LoRAChoice, LoraConfig, LoRARequest, members_of
-from manylora.doors.python.options import (
-    NO_ADAPTERS,
-    LlmArguments,
-    check_known,
-    engine_config,
-    modules_to_read,
-    parameter_names,
-)
 from manylora.doors.python.prompts import ChatText, Input, Prompt, read_prompt
 from manylora.doors.python.service import Service
 from manylora.engine.engine import open_engine
@@ -67,9 +60,9 @@ class BaseLLM:
         lora_tokenizer_bytes: int = TOKENIZER_BYTES,
         generation_config: str | Path = NONE,
         override_generation_config: Mapping[str, Any] | None = None,
-        **arguments: Unpack[LlmArguments],
+        **arguments: Unpack[options.LlmArguments],
     ) -> None:
-        check_known(arguments)
+        options.check_known(arguments)
         folder, lora_config = local_model(model, revision), arguments.get("lora_config")
         if lora_config is None and arguments.get("enable_lora"):
             lora_config = arguments["lora_config"] = LoraConfig()
@@ -81,7 +74,7 @@ class BaseLLM:
                 raise ConfigError(
                     "LLM: peft_cache_config needs a lora_config: without one no adapter is served"
                 )
-            settings = {} if self._serves_lora else dict(NO_ADAPTERS)
+            settings = {} if self._serves_lora else dict(options.NO_ADAPTERS)
             self._model = read_model_config(folder)
             self._pooling = read_pooling_settings(folder)
             asked = str(generation_config), override_generation_config
@@ -104,7 +97,7 @@ class BaseLLM:
             self._adapters = NamedAdapters(roots, lora_alias)
             trusted, known = _listed(lora_trust), (self.tokenizer, self._model.vocab_size)
             self._texts = trusted_texts(trusted, roots, *known, lora_tokenizer_bytes)
-            config = engine_config(folder, arguments, **settings)
+            config = options.engine_config(folder, arguments, **settings)
             if lora_config is not None and not (arguments.get("enable_lora") or config.lora.target_modules):
                 logger.warning(
                     "Both lora_dir and lora_target_modules are empty, so all LoRA modules will be expected: "
@@ -112,11 +105,11 @@ class BaseLLM:
                 )
             engine = open_engine(config)
         except ConfigError as error:
-            raise ConfigError(parameter_names(str(error))) from error
+            raise ConfigError(options.parameter_names(str(error))) from error
         self.config = config
         self._max_seq_len = engine.max_seq_len
         self._loop = EngineLoop(engine)
-        modules = modules_to_read(lora_modules(self._model, config.lora.target_modules), lora_config)
+        modules = options.modules_to_read(lora_modules(self._model, config.lora.target_modules), lora_config)
         registry = AdapterRegistry(engine.library, engine.adapter_reader(modules))
         self._service = Service(self._loop, registry, engine.is_resident)
         self._ids = itertools.count()

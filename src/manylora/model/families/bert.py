@@ -8,14 +8,7 @@ from typing import Any
 
 from manylora.config.blocks import HeadLayerConfig
 from manylora.errors import ConfigError
-from manylora.model.families.common import (
-    all_biased,
-    flat_rope,
-    read_activation,
-    read_biases,
-    read_windows,
-    refuse,
-)
+from manylora.model.families import common
 from manylora.model.families.family import ModelFamily, TensorNames
 
 BERT = {
@@ -82,7 +75,7 @@ ENCODER = {"bidirectional": True, "makes_text": False, "tie_word_embeddings": Tr
 
 
 def _bert(raw: Mapping[str, Any]) -> dict[str, Any]:
-    refuse(raw, "is_decoder", "add_cross_attention")
+    common.refuse(raw, "is_decoder", "add_cross_attention")
     kind = raw.get("position_embedding_type") or "absolute"
     if kind != "absolute":
         raise ConfigError(f"config.json: position_embedding_type {kind!r} is not supported, only absolute")
@@ -92,7 +85,7 @@ def _bert(raw: Mapping[str, Any]) -> dict[str, Any]:
         "learned_positions": True,
         "post_norm": True,
         "gated_mlp": False,
-        **all_biased(True),
+        **common.all_biased(True),
         **ENCODER,
         "token_types": int(raw["type_vocab_size"]),
         "head_layer": HeadLayerConfig("tanh"),
@@ -131,7 +124,7 @@ def _electra(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _distilbert(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_bert({**raw, "type_vocab_size": 0, "layer_norm_eps": 1e-12}),
-        "activation": read_activation(raw["activation"]),
+        "activation": common.read_activation(raw["activation"]),
         "head_layer": HeadLayerConfig("relu"),
         "head_dense_activation": "relu",
     }
@@ -149,16 +142,16 @@ MODERNBERT = {
 def _modernbert(raw: Mapping[str, Any]) -> dict[str, Any]:
     every = raw.get("global_attn_every_n_layers", 3)
     windowed = [bool(layer % every) for layer in range(raw["num_hidden_layers"])]
-    activation = read_activation(raw["classifier_activation"])
+    activation = common.read_activation(raw["classifier_activation"])
     return {
         "norm": "layer",
         "norm_eps": float(raw["norm_eps"]),
         "norm_bias": bool(raw["norm_bias"]),
         "first_norm": False,
-        "activation": read_activation(raw["hidden_activation"]),
-        **read_biases(raw),
+        "activation": common.read_activation(raw["hidden_activation"]),
+        **common.read_biases(raw),
         "mlp_bias": bool(raw["mlp_bias"]),
-        "sliding_windows": read_windows(raw, windowed),
+        "sliding_windows": common.read_windows(raw, windowed),
         "rope_local_theta": float(raw["rope_local_base_freq"]),
         **ENCODER,
         "head_layer": HeadLayerConfig(activation, bool(raw["classifier_bias"]), norm=True, each=True),
@@ -169,7 +162,7 @@ def _modernbert_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """With Gemma 3's names of rotary bases, and a window that counts one side and the token itself."""
     if raw.get("rope_scaling"):
         raise ConfigError("config.json: rope_scaling is not supported for ModernBERT")
-    return flat_rope(
+    return common.flat_rope(
         {
             **raw,
             "rope_theta": raw.get("global_rope_theta", raw["rope_theta"]),
@@ -225,7 +218,7 @@ NOMIC_NAMES = TensorNames(
 
 
 def _nomic(raw: Mapping[str, Any]) -> dict[str, Any]:
-    refuse(raw, *NOMIC_REFUSED)
+    common.refuse(raw, *NOMIC_REFUSED)
     if raw.get("activation_function") not in (None, "swiglu"):
         raise ConfigError(
             f"config.json: activation_function {raw['activation_function']!r} is not supported, only swiglu"

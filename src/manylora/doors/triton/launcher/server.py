@@ -20,26 +20,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from manylora.doors.triton.launcher.processes import (
-    STOPPED_S,
-    exit_text,
-    free_port,
-    kill_child,
-    raise_open_files,
-    spawn,
-    stat_of,
-)
+from manylora.doors.triton.launcher import processes, server_command
 from manylora.doors.triton.launcher.run_directory import ServerLog, open_log
-from manylora.doors.triton.launcher.server_command import (
-    ALLOCATOR,
-    MANAGEMENT_HEADER,
-    SECRET_FILE,
-    Installation,
-    remove_leftovers,
-    server_command,
-    shared_memory,
-    widen_stacks,
-)
 from manylora.doors.triton.launcher.supervisor import StoppedError, wait_for_ports
 from manylora.errors import ConfigError
 from manylora.system.lifeline import (
@@ -140,7 +122,7 @@ class TritonServer:
     with server_memory in bytes, management_secret, and verbose_log: the file of a verbose log, or None.
     """
 
-    def __init__(self, installation: Installation, options: Namespace, run_dir: Path) -> None:
+    def __init__(self, installation: server_command.Installation, options: Namespace, run_dir: Path) -> None:
         self._installation, self._options, self._run_dir = installation, options, run_dir
         self._log = ServerLog(run_dir / "server.log")
         self._started: list[subprocess.Popen] = []
@@ -173,26 +155,29 @@ class TritonServer:
 
     def _spawn(self) -> None:
         o = self._options
-        self._inner_port = free_port()
+        self._inner_port = processes.free_port()
         mark = {RUN_DIR: str(self._run_dir)} | {
-            name: str(n) for name, n in ALLOCATOR.items() if name not in os.environ
+            name: str(n) for name, n in server_command.ALLOCATOR.items() if name not in os.environ
         }
         environment = self._installation.environment | mark
         if o.world_size is not None:
             environment |= {WORLD_SIZE: str(o.world_size)}
-        raise_open_files()
+        processes.raise_open_files()
         log = open_log(self._log.path)
         try:
             self._proxy_probe = ProxyProbe()
-            command = server_command(self._installation, o, self._inner_port)
-            self._process = spawn(command, environment, log, widen_stacks)
+            command = server_command.server_command(self._installation, o, self._inner_port)
+            self._process = processes.spawn(command, environment, log, server_command.widen_stacks)
             self._started.append(self._process)
             with self._proxy_probe.other as probe:
                 command = [sys.executable, "-m", PROXY, f"--address={o.address}", f"--port={o.http_port}"]
                 command.append(f"--inner-port={self._inner_port}")
-                command += [f"--secret-file={self._run_dir / SECRET_FILE}", f"--probe={probe.fileno()}"]
+                command += [
+                    f"--secret-file={self._run_dir / server_command.SECRET_FILE}",
+                    f"--probe={probe.fileno()}",
+                ]
                 command += ["--open"] if o.open_management else []
-                self._proxy = spawn(command, os.environ | mark, log, pass_fds=[probe.fileno()])
+                self._proxy = processes.spawn(command, os.environ | mark, log, pass_fds=[probe.fileno()])
             self._started.append(self._proxy)
         finally:
             os.close(log)
@@ -216,7 +201,7 @@ class TritonServer:
             proxy_answered = proxy_answered or self._proxy_probe.answered()
             if proxy_answered and all(self._answers(path, going, body) for path, body in probes):
                 with contextlib.suppress(OSError):
-                    for region in shared_memory(self._options.http_port):
+                    for region in server_command.shared_memory(self._options.http_port):
                         region.chmod(0o600)  # Triton makes them world-readable, whatever the umask
                     (self._run_dir / STARTING_FILE).unlink(missing_ok=True)
                 self._find_models()
@@ -247,7 +232,7 @@ class TritonServer:
             return RuntimeError(f"the HTTP proxy ended with status {code} while starting")
         self._find_models()
         for pid in self._children():
-            model, fields = self._models.get(pid, "a model"), stat_of(pid)
+            model, fields = self._models.get(pid, "a model"), processes.stat_of(pid)
             ended = fields is not None and fields[0] == "Z"
             if self._lasts("ended", pid, ended) > UNCLAIMED_S and not self._log.refusal():
                 return RuntimeError(f"{model}'s process ended{_how(fields)} while loading")
@@ -265,7 +250,7 @@ class TritonServer:
     def _stopped(self, pid: int, fields: list[str] | None) -> bool:
         """Whether a process has been stopped by a signal for too long. fields: from `stat_of`."""
         lasts = self._lasts("stopped", pid, fields is not None and fields[0] == "T")
-        return lasts > min(self._options.hang_timeout or math.inf, STOPPED_S)
+        return lasts > min(self._options.hang_timeout or math.inf, processes.STOPPED_S)
 
     def loss(self) -> str | None:
         self._clock.read()
@@ -276,7 +261,7 @@ class TritonServer:
         self._last_probe = time.monotonic()
         if self._loads_models:
             self._find_models()
-        if (loss := self._hangs()) is not None or (fields := stat_of(self._process.pid)) is None:
+        if (loss := self._hangs()) is not None or (fields := processes.stat_of(self._process.pid)) is None:
             return loss
         held = sum(report.held for report in read_reports(self._run_dir, self._models).values())
         return self._memory.exceeded(int(fields[RESIDENT]) * PAGE, held, time.monotonic())
@@ -284,9 +269,9 @@ class TritonServer:
     def _died(self) -> str | None:
         for name, process in (("tritonserver", self._process), ("the HTTP proxy", self._proxy)):
             if (code := process.poll()) is not None:
-                return f"{name} ended with {exit_text(code)}"
+                return f"{name} ended with {processes.exit_text(code)}"
         for pid, model in list(self._models.items()):
-            fields = stat_of(pid)
+            fields = processes.stat_of(pid)
             if fields is None or fields[0] == "Z":  # the server reaps only processes that it ended itself
                 if self._loads_models and not _how(fields):
                     logger.info("%s was unloaded, or could not be loaded", model)
@@ -303,7 +288,7 @@ class TritonServer:
         names = {self._process.pid: "tritonserver", self._proxy.pid: "the HTTP proxy"}
         names |= {pid: f"{m}'s process" for pid, m in self._models.items()}
         for pid, name in names.items():
-            if self._stopped(pid, stat_of(pid)):
+            if self._stopped(pid, processes.stat_of(pid)):
                 return f"{name} was stopped by a signal"
         now, until = self._clock.read(), time.monotonic() + 1
         answered = self._answers("/v2/health/live", lambda: time.monotonic() < until)
@@ -352,11 +337,11 @@ class TritonServer:
 
     def kill(self) -> None:
         for process in self._started:
-            kill_child(process)
+            processes.kill_child(process)
         if self._started:
             self._proxy_probe.close()
         self._started.clear()
-        remove_leftovers(self._run_dir, self._options.http_port)
+        server_command.remove_leftovers(self._run_dir, self._options.http_port)
 
     def _children(self) -> Iterator[int]:
         with contextlib.suppress(OSError):
@@ -377,7 +362,7 @@ class TritonServer:
     def _answers(self, path: str, going: Callable[[], bool], body: str | None = None) -> bool:
         """Whether tritonserver itself answers: the public port may be full. going: False: give up."""
         connection = http.client.HTTPConnection("127.0.0.1", self._inner_port, timeout=1)
-        headers = {MANAGEMENT_HEADER: self._options.management_secret}
+        headers = {server_command.MANAGEMENT_HEADER: self._options.management_secret}
         try:
             connection.request("POST" if body else "GET", path, body, headers)
             while not select.select([connection.sock], [], [], 0.1)[0]:
@@ -391,11 +376,11 @@ class TritonServer:
 
 
 def _processor_time(pid: int) -> float:
-    fields = stat_of(pid)
+    fields = processes.stat_of(pid)
     return (int(fields[USER]) + int(fields[SYSTEM])) / TICK if fields else 0.0
 
 
 def _how(fields: list[str] | None) -> str:
     """How a process that nobody has reaped has ended."""
     code = os.waitstatus_to_exitcode(int(fields[-1])) if fields else 0
-    return f" with {exit_text(code)}" if code else ""
+    return f" with {processes.exit_text(code)}" if code else ""

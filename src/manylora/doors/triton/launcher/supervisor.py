@@ -18,15 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from manylora.doors.triton.launcher.processes import (
-    STOPPED_S,
-    end_marked,
-    exit_text,
-    kill_child,
-    spawn,
-    stat_of,
-    why_taken,
-)
+from manylora.doors.triton.launcher import processes
 from manylora.doors.triton.launcher.run_directory import LOGS, RunDirectory, limit_size, open_log
 from manylora.errors import ConfigError
 from manylora.ranks.rank_info import RANK_0_GONE
@@ -184,7 +176,7 @@ def wait_for_ports(address: str, ports: Iterable[int], stopping: Callable[[], bo
     """
     deadline = time.monotonic() + PORTS_S
     for port in ports:
-        while why_taken(port, address) is not None:
+        while processes.why_taken(port, address) is not None:
             if stopping():
                 raise StoppedError
             if time.monotonic() > deadline:
@@ -201,7 +193,7 @@ class Program:
 
     def loss(self) -> str | None:
         code = self._process.poll() if self._process else None
-        return None if code is None else f"{self._name} ended with {exit_text(code)}"
+        return None if code is None else f"{self._name} ended with {processes.exit_text(code)}"
 
     def processes(self) -> list[int]:
         return [self._process.pid if self._process else 0]
@@ -213,8 +205,8 @@ class Program:
         self.kill()
 
     def kill(self) -> None:
-        kill_child(self._process)
-        end_marked(*self._mark)
+        processes.kill_child(self._process)
+        processes.end_marked(*self._mark)
 
 
 class ServeProgram(Program):
@@ -227,7 +219,7 @@ class ServeProgram(Program):
     def start(self, stopping: Callable[[], bool]) -> None:
         """Start it and wait until it listens. Loading may take any time."""
         wait_for_ports(self._address, [self._port], stopping)
-        self._process = spawn(self._command, os.environ | dict([self._mark]))
+        self._process = processes.spawn(self._command, os.environ | dict([self._mark]))
         while True:
             # Connecting works for wildcard addresses such as 0.0.0.0, too.
             with suppress(OSError), socket.create_connection((self._address, self._port), timeout=1):
@@ -269,7 +261,9 @@ class FollowerProgram(Program):
         try:
             log = open_log(self._run_dir.log)
             try:
-                self._process = spawn([*self._command, str(report)], environment, log, pass_fds=(report,))
+                self._process = processes.spawn(
+                    [*self._command, str(report)], environment, log, pass_fds=(report,)
+                )
             finally:
                 os.close(report)
                 os.close(log)
@@ -294,12 +288,12 @@ class FollowerProgram(Program):
             raise StoppedError
         if code is not None:
             return "rank 0 is gone" if code == RANK_0_GONE else super().loss()
-        fields, now = stat_of(self._process.pid), time.monotonic()
+        fields, now = processes.stat_of(self._process.pid), time.monotonic()
         if not self._hang_timeout or fields is None or fields[0] != "T":
             self._stopped_since = None
         elif self._stopped_since is None:
             self._stopped_since = now
-        elif now - self._stopped_since > min(self._hang_timeout, STOPPED_S):
+        elif now - self._stopped_since > min(self._hang_timeout, processes.STOPPED_S):
             return f"{self._name} was stopped by a signal"
         return None
 

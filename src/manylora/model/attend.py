@@ -63,8 +63,7 @@ def attend_spans(
     for start, stop in pairwise(starts):
         count = stop - start
         queries, keys, values = (x[start:stop].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        # With a window, process some queries at a time with the keys that they see. Otherwise process all at
-        # once.
+        # With a window, process some queries at a time with the keys that they see. Otherwise all at once.
         step = count if window is None else max(window, SOME_QUERIES)
         for first in range(0, count, step):
             last = min(count, first + step)

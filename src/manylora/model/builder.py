@@ -30,8 +30,7 @@ from manylora.version import __version__
 
 DEFAULT_BATCH = EngineConfig.max_batch_size
 SHARD_BYTES = 4 * 2**30
-# Not copied, because these are weights in other formats. All other files are copied: they may belong to the
-# tokenizer.
+# Weights in other formats are not copied. All other files are: they may belong to the tokenizer.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 NOT_COPIED = ("config.json", "quantize_config.json", INDEX)
 CPU = torch.device("cpu")
@@ -56,9 +55,7 @@ class BuildPlan:
 
 
 def build(plan: BuildPlan) -> str:
-    """Returns a line that says what was written. Raises ConfigError. config.json is written last, so that a
-    part is not mistaken for a model.
-    """
+    """Returns what was written. Raises ConfigError. Writes config.json last: a part is no model."""
     model = read_model_config(plan.model_dir)
     _check_limits(plan, model)
     try:

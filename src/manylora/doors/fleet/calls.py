@@ -1,5 +1,4 @@
-"""Calls of replicas: which one Ray sends a request to, how its response is forwarded, and calls to all of
-them."""
+"""Calls of replicas: which one Ray asks, how its response is forwarded, and calls to all of them."""
 
 from __future__ import annotations
 
@@ -127,8 +126,7 @@ class Relay(Response):
             self._answer.cancel()
 
     async def begin(self) -> None:
-        """Wait for the start of the body. Nothing has been sent until then, so another replica can still
-        answer. Raises ApiError."""
+        """Wait for the body's start. Until then another replica can still answer. Raises ApiError."""
         for attempt in range(TRIES):
             self._begun = []
             try:
@@ -168,8 +166,7 @@ class Relay(Response):
             self.on_end()
 
     async def _send_error(self, send: Send) -> None:
-        """Report the error in the format of the stream, so that a partial answer is not taken for a complete
-        one."""
+        """Report the error in the stream's format, so that a part is not taken for a whole answer."""
         headers = dict(self._begun[0]["headers"])
         kind = headers.get(b"content-type", b"").partition(b";")[0]
         error = ApiError(503, "replica_lost", "The replica that answered has ended: send the request again")

@@ -22,8 +22,7 @@ END_S = 15.0
 
 @contextmanager
 def cleaned(folder: Path) -> Iterator[None]:
-    """Processes started from here on, and the folder, do not outlive this process. Those that remain at the
-    end of the block are killed."""
+    """Processes started within the block, and the folder, end with it, or with this process."""
     # In its own session, so that signals of the terminal do not end it.
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, str(folder)], stdin=subprocess.PIPE, start_new_session=True

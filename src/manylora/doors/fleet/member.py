@@ -150,8 +150,7 @@ class Member:
             return Changed(told, "", self._shared.revision)
 
     async def look(self, name: str, revision: int, drain_s: float) -> State:
-        """Follow the record to this revision, then return what the name means here. drain_s: time for running
-        requests when their adapter is unloaded."""
+        """Follow the record, then tell what the name means. drain_s: for requests of an unloaded adapter."""
         assert self._shared is not None
         try:
             await self._shared.look(revision)
@@ -284,8 +283,7 @@ def _points(lists: Sequence[Sequence[Mapping[str, Any]]], last: int, after: int)
 
 
 def _merged(points: Sequence[Mapping[str, Any]], sums: Sequence[str]) -> dict[str, Any]:
-    """The sums of several points, and the slowest of their times, because these cannot be combined; None:
-    there are none."""
+    """Sums of several points, and the slowest of their times, which cannot be added; None: there are none."""
     found: dict[str, Any] = {name: round(sum(one[name] for one in points), 2) for name in sums}
     for name in TIMES:
         found[name] = max((one[name] for one in points if one[name] is not None), default=None)

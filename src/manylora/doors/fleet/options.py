@@ -100,8 +100,7 @@ class FleetOptions(ServeOptions):
         return self.replica_cpus or max(self.ranks, usable_processors() // self.most_replicas)
 
     def threads(self, environment: Mapping[str, str] = os.environ) -> int | None:
-        """Threads of each rank, if a replica has several: Ray would give each rank all threads of its
-        replica. None: as Ray sets."""
+        """Of each rank, if a replica has several: Ray would give each all of them. None: as Ray sets."""
         if self.ranks == 1 or "OMP_NUM_THREADS" in environment:
             return None
         return max(1, int(self.cpus) // self.ranks)
@@ -124,8 +123,7 @@ class FleetOptions(ServeOptions):
 
 
 def parse_options(arguments: Sequence[str]) -> FleetOptions:
-    """Options from the command line, which overrides the file it names. Raises ConfigError; argparse may
-    exit."""
+    """From the command line, which overrides the file it names. Raises ConfigError; argparse may exit."""
     purpose = "One OpenAI endpoint, and several servers behind it."
     return parse(arguments, FleetOptions, "fleet", purpose, FLEET.refused)
 

@@ -111,9 +111,7 @@ ARGUMENT_NAMES = {
 
 
 def engine_config(model_dir: Path, arguments: Mapping[str, Any], **settings: Any) -> EngineConfig:
-    """arguments: nested configs are instances of their classes. settings: override the arguments. Raises
-    ConfigError, ValueError for a wrong lora_dir.
-    """
+    """Nested configs are instances; settings override. Raises ConfigError; ValueError for a lora_dir."""
     backend, moe = arguments.get("guided_decoding_backend"), arguments.get("moe_backend")
     if backend is not None and backend not in GUIDE_BACKENDS:
         raise ConfigError(f"guided_decoding_backend must be one of {GUIDE_BACKENDS}, got {backend!r}")

@@ -163,9 +163,7 @@ class BlsWorker:
                     client.abandoned = True
 
     def _watch(self) -> None:
-        """Stop the generations of disconnected clients, again and again: a stop may arrive before its
-        request.
-        """
+        """Stop those of disconnected clients, again and again: a stop may arrive before its request."""
         while not self._closing.wait(PERIOD_S):
             with self._lock:
                 clients = list(self._clients)
@@ -178,9 +176,7 @@ class BlsWorker:
 
 
 class ServerCalls:
-    """pb_utils: triton_python_backend_utils. streams: whether this and called models may return several
-    responses.
-    """
+    """pb_utils: triton_python_backend_utils. streams: whether models may return several responses."""
 
     def __init__(self, pb_utils: Any, streams: bool = True) -> None:
         self._pb_utils, self._streams = pb_utils, streams
@@ -190,9 +186,7 @@ class ServerCalls:
     def call(
         self, model: str, inputs: Values, outputs: Sequence[str], request_id: str = ""
     ) -> Iterator[Mapping[str, Any]]:
-        """The outputs of each response of a model, as they arrive. request_id: for an engine's model. Raises
-        RequestError.
-        """
+        """Outputs of each response, as they arrive. request_id: for an engine. Raises RequestError."""
         request = self._pb_utils.InferenceRequest(
             model_name=model,
             inputs=self._tensors(inputs),

@@ -178,9 +178,7 @@ class EngineWorker:
         self._sender.join()
 
     def _activity(self) -> tuple[int, int]:
-        """Open requests and engine steps. A thread that is stuck between requests blocks the next ones, so it
-        counts as one.
-        """
+        """Open requests, and engine steps. A thread stuck between requests blocks the next: it is one."""
         return len(self._calls) or int(self._engine.stalled_s > STALLED_S), self._engine.stats().steps
 
     def _take(self, request: ServerRequest) -> None:

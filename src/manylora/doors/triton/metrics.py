@@ -97,9 +97,7 @@ BASE, OTHER = "base", "other"
 
 @dataclass(frozen=True)
 class Sample:
-    """increment: add to a counter; otherwise it is a gauge, a counter's total, or an observation. logged: its
-    name in TensorRT-LLM's log, if it has one.
-    """
+    """increment: add to a counter; else it is a value. logged: its name in TensorRT-LLM's log, or none."""
 
     family: str
     labels: tuple[tuple[str, str], ...]

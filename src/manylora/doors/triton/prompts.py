@@ -1,6 +1,4 @@
-"""PromptRunner: runs one prompt on the engine's model, and returns its growing outputs. How the inputs of a
-prompt are read.
-"""
+"""PromptRunner: runs a prompt on the engine's model, and yields its outputs. How inputs are read."""
 
 from __future__ import annotations
 

@@ -116,9 +116,7 @@ def open_tokenizer(parameters: Mapping[str, str]) -> Tokenizer:
 
 
 class Preprocessor:
-    """context: maximum sequence length of the engine; None: unknown. own: what comes with adapters, if
-    trusted.
-    """
+    """context: most tokens of a sequence; None: unknown. own: what comes with adapters, if trusted."""
 
     def __init__(
         self,

@@ -13,8 +13,7 @@ from manylora.model.families.common import all_biased, flat_rope, read_biases, r
 from manylora.model.families.family import ModelFamily, TensorNames, text_tower
 
 PHI3 = TensorNames(qkv=("self_attn.qkv_proj",), up_gate=("mlp.gate_up_proj",))
-# The defaults of transformers 5.23. Those of 4.44 and 4.57 are the same, except where docs/models.md says
-# otherwise.
+# The defaults of transformers 5.23, and of 4.44 and 4.57, except where docs/models.md says otherwise.
 PLAIN = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",

@@ -96,9 +96,7 @@ class MemoryLimit:
 
 
 class ProxyProbe:
-    """A pair of sockets: the HTTP proxy sends back what it gets. other: its end; close it once the proxy has
-    it.
-    """
+    """Sockets: the HTTP proxy sends back what it gets. other: its end; close it once the proxy has it."""
 
     def __init__(self) -> None:
         self._own, self.other = socket.socketpair()

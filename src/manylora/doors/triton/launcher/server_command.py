@@ -215,9 +215,7 @@ def describe_access(address: str, run_dir: Path, management_is_open: bool) -> st
 
 
 def remove_leftovers(run_dir: Path, http_port: int | None) -> None:
-    """End what remains of a server in this run directory, and remove its shared memory. http_port: None for a
-    rank without a server.
-    """
+    """End what remains of a server, and its shared memory. http_port: None: a rank without a server."""
     end_marked(RUN_DIR, str(run_dir))
     for region in [] if http_port is None else shared_memory(http_port):
         with contextlib.suppress(OSError):

@@ -36,8 +36,7 @@ class ForwardBatch:
     ascending. rope_lengths: [T] int64, the lengths with which `dynamic` and `longrope` rotate; None:
     positions + 1. embeddings: rows [E] and vectors [E, hidden] in place of their tokens'. cross: pages and
     lengths of each sequence's cross-attention keys, without slots. state: locations of recurrent states;
-    None: each sequence starts here, and none is kept. token_types: [T] int64; None: all 0. lora: None: no
-    LoRA kernel runs.
+    None: sequences start here, and none is kept. token_types: [T] int64; None: all 0. lora: None: no kernel.
     """
 
     input_ids: Tensor

@@ -8,8 +8,7 @@ output is projected to values.
 
 An adapter on kv_b_proj adds B A to W_k and W_v. All tokens of a sequence have the same adapter, so its
 products involve only the step's rows: r * heads * (head + kv_rank) multiplications each, whatever the length
-of the sequence. Computing keys and values instead would add B A c_j for every token in the cache, in every
-step.
+of the sequence. Computing keys and values would add B A c_j for every token in the cache, in every step.
 
 The price is that scores and sums have `cached_dim` elements (576 in DeepSeek) instead of a head's 192 and
 128, which makes prompts slower. Decoding reads the cache, which is many times smaller this way.

@@ -1,5 +1,4 @@
-"""Rotary positions of the released checkpoints: default, linear, dynamic, llama3, yarn, longrope,
-proportional.
+"""Rotary positions of released checkpoints: default, linear, dynamic, llama3, yarn, longrope, proportional.
 
 `dynamic` and `longrope` rotate a token by the length that its sequence has when the token is computed, as in
 transformers: prompt tokens by the prompt's length, each later token by its own position + 1.
@@ -25,8 +24,7 @@ LEAST_KEPT, MOST_KEPT = 256, 8192  # positions in a table; 8 MiB for heads of 12
 class Rope:
     """A way to rotate. frequencies: inverse, [rotary_dim / 2] float32. factor: on cos and sin.
 
-    by_length: from lengths [T] int64 to the frequencies [T, rotary_dim / 2] of each row; None: the same for
-    all lengths.
+    by_length: from lengths [T] int64 to frequencies [T, rotary_dim / 2] of each row; None: all the same.
     """
 
     frequencies: Tensor

@@ -64,8 +64,7 @@ def adapter_dtype(
     settings: EngineConfig, config: ModelConfig, compute: torch.dtype, device: Device
 ) -> torch.dtype:
     """The dtype of adapters in memory. `auto`: `dtype` if it was set, or the checkpoint's if kernels widen it
-    on reading, which halves the bytes and rounds float32 adapters; else the compute dtype. Raises
-    ConfigError.
+    on reading, which halves the bytes and rounds float32 ones; else the compute dtype. Raises ConfigError.
     """
     wanted, name = settings.lora.lora_adapter_dtype, settings.dtype
     if wanted == "auto":

@@ -38,8 +38,7 @@ END_S = 5.0  # for ranks to exit by themselves
 
 class Watch:
     """Also starts the ranks, as the system ends them with the thread that did, and this one lives as long as
-    the process. links: to ranks that were started elsewhere. lost: called once, on this thread, with the
-    reason.
+    the process. links: to ranks started elsewhere. lost: called once, on this thread, with the reason.
     """
 
     def __init__(self, size: int, links: list[rendezvous.Link] | None = None) -> None:

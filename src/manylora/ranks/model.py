@@ -222,8 +222,7 @@ class MoePart(Moe):
 @dataclass(frozen=True)
 class SharedMamba2(Mamba2):
     """A Mamba-2 layer on one rank, if heads that are normalised together are on several. group: of this
-    rank's heads, of `groups`, with `total` values over all its ranks. add_up: sums over the ranks, [T,
-    groups].
+    rank's heads, of `groups`, with `total` values over all its ranks. add_up: sums over ranks, [T, groups].
     """
 
     add_up: Callable[[Tensor], Tensor] = lambda x: x

@@ -1,5 +1,4 @@
-"""How ranks find each other, and what must be equal on all of them: the configuration, and the checkpoint's
-files.
+"""How ranks find each other, and what must be equal on all of them: configuration, and checkpoint's files.
 
 Either rank 0 starts the others and passes them its sockets, or torchrun or mpirun started all of them and
 they meet at a torch store.

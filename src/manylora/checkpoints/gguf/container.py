@@ -1,8 +1,7 @@
 """Reads a GGUF file's header: its metadata, and the locations of its tensors. A model may be in several
 files, NAME-00001-of-00003.gguf and so on: the first has the metadata, each has some of the tensors.
 
-The file is untrusted: every count, length and offset is checked against the file's size before anything is
-read or allocated.
+The file is untrusted: each count, length and offset is checked before anything is read or allocated.
 """
 
 from __future__ import annotations

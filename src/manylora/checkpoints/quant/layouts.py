@@ -53,8 +53,7 @@ def awq(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
 def gptq(tensors: Mapping[str, Tensor], columns: int, zero_shift: int) -> QuantisedWeight:
     """qweight [K * bits / 32, N], qzeros [G, N * bits / 32] int32, scales [G, N], g_idx [K] or none.
 
-    A zero point is the stored one plus zero_shift, modulo its bits: 0 minus one is stored as the largest
-    value.
+    A zero point is the stored one plus zero_shift, modulo its bits: -1 is stored as the largest value.
     """
     scales, words = tensors["scales"], tensors["qweight"]
     groups, rows = scales.shape

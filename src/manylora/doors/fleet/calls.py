@@ -34,8 +34,7 @@ class FleetRouter(RequestRouter):
     """Applies our routing policy to the replicas' reports. One instance per process that sends requests, on
     that process's routing thread. Created by Ray.
 
-    names: of the existing replicas, for other threads of the process. silent: replicas that have stopped
-    reporting.
+    names: of the existing replicas, for other threads of the process. silent: those that stopped reporting.
     """
 
     names: ClassVar[frozenset[str]] = frozenset()
@@ -45,8 +44,7 @@ class FleetRouter(RequestRouter):
         self, routing: str, pinned: Mapping[str, int], target: float | None, silent_s: float
     ) -> None:
         """Called by Ray with `request_router_kwargs`. target: autoscaling's target of requests per replica. A
-        replica with more counts as full; otherwise new replicas would not get adapters from the others.
-        silent_s: of `Reports`."""
+        replica with more is full; else new ones would get no adapters from others. silent_s: of `Reports`."""
         self._target = target
         self._reports = Reports(silent_s)
         # With "random", for comparison, all replicas are equally preferred.

@@ -1,6 +1,5 @@
 """One server of a fleet, called by the front with HTTP requests as data; the response to a change that all
-servers have followed; and what several replicas export, as one: metrics, and data of the status page. Does
-not need Ray.
+servers have followed; and what several replicas export, as one: metrics, and status. Does not need Ray.
 """
 
 from __future__ import annotations
@@ -167,8 +166,7 @@ class Member:
 def change_response(
     changed: Changed, method: str, path: str, states: Mapping[str, State], missing: Sequence[str]
 ) -> Response:
-    """The first server's response, combined with the others' states. 202 if not all have followed; it names
-    those.
+    """The first server's response, with the others' states. 202 if not all have followed; it names those.
 
     states: by replica. missing: replicas that have not answered. The others follow as soon as they can.
     """

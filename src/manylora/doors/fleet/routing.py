@@ -11,8 +11,7 @@ A pure policy: no clock, no network, no torch. The caller passes the state of th
 4. All others, least busy first.
 
 The number of an adapter's homes follows from the number of replicas that its traffic keeps busy: cold
-adapters concentrate on one replica, hot ones spread. A pinned adapter has a fixed number of homes, and its
-requests wait there.
+adapters concentrate on one replica, hot ones spread. A pinned adapter has fixed homes, where requests wait.
 """
 
 from __future__ import annotations
@@ -198,8 +197,7 @@ def mix(value: int) -> int:
 
 class Reports:
     """A replica is silent if its last report came `silent_s` before the newest report of another. If none
-    reports, the cause is not the replicas. A replica that has never reported counts from when it was first
-    seen."""
+    reports, the cause is not the replicas. One that has never reported counts from when it was first seen."""
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
@@ -217,8 +215,7 @@ class Reports:
 
 
 def requested_adapter(fields: Mapping[str, Any], bases: Sequence[str], aliases: Aliases) -> str | None:
-    """The adapter's name; None: the base model. For a mix the first adapter, so that equal mixes go to one
-    replica.
+    """The adapter's name; None: the base model. For a mix its first adapter: equal mixes go to one replica.
 
     fields: of the body, not validated. A wrong guess only costs a cold load.
     """

@@ -60,8 +60,7 @@ class LLM(BaseLLM):
     guided_decoding_backend: llguidance or xgrammar, which are equivalent here.
 
     The others are settings of the engine, described in docs/python_api.md. None: the limit that `manylora
-    build` recorded, or the default. Raises ConfigError for a configuration that cannot be served, and for an
-    unknown argument.
+    build` recorded, or the default. Raises ConfigError for what cannot be served, or an unknown argument.
     """
 
     def generate(

@@ -262,8 +262,7 @@ class KvCacheConfig(Options):
 
 @dataclass(frozen=True)
 class NGramDecodingConfig(Options):
-    """Drafts from n-grams in a sequence's own tokens (prompt lookup), which the model verifies. Raises
-    ValueError.
+    """Drafts from n-grams of the sequence (prompt lookup), which the model verifies. Raises ValueError.
 
     max_draft_len: 1 to 64 tokens; required. max_matching_ngram_size: longest n-gram at the sequence's end to
     look up; shorter ones are tried next, down to min_matching_ngram_size. is_use_oldest: draft what followed

@@ -358,11 +358,9 @@ def items(values: Arrays) -> list[dict[str, np.ndarray]]:
 
 
 class StopWords:
-    """Stop words for all sequences of a request, matched on text, however it is tokenised. The word stays in
-    the output.
+    """Stop words of all sequences of a request, matched on text. The word stays in the output.
 
-    skip: characters at the start in which no word counts. repeated: every text starts from the beginning
-    again.
+    skip: characters at the start in which no word counts. repeated: every text starts from the beginning.
     """
 
     def __init__(self, words: Sequence[str], skip: int = 0, repeated: bool = False) -> None:

@@ -41,8 +41,7 @@ KEPT_S = 1.0  # how long a call's responses are kept after its end
 
 
 def share_lock() -> None:
-    """Keep Triton's stub from deadlocking when several threads read streams of another model, if it can be
-    compiled.
+    """Keep Triton's stub from deadlocking when threads read streams of another model, if it can be compiled.
 
     A thread that takes a response from a stream waits for the GIL while it holds the stream's mutex. The
     stub's own thread, which delivers the next response, waits for that mutex while it holds the mutex of all
@@ -210,8 +209,7 @@ class ServerCalls:
 
     def _keep(self, responses: Any) -> None:
         """Keep a call's responses alive for a while, and free them here. Thread-safe. The stub would free the
-        last reference on a thread that runs concurrently with Python code, which occasionally crashes the
-        process.
+        last reference on a thread beside Python code, which occasionally crashes the process.
         """
         now, old = time.monotonic(), []
         with self._lock:

@@ -49,8 +49,7 @@ Outputs = Sequence[tuple[str, np.ndarray]]
 
 
 class DisconnectReporter:
-    """For postprocessing: tells the engine's model which clients of the ensemble have disconnected, if there
-    is a launcher.
+    """For postprocessing: tells the engine's model which clients of the ensemble have left, with a launcher.
 
     Triton marks only steps that start afterwards as cancelled, which in a stream are postprocessing's. It
     checks some of its requests, and sends their number as a datagram through the launcher's run directory. A
@@ -142,8 +141,7 @@ class TritonCall:
 
 class EngineWorker:
     """lifeline: gets the number of open requests and the engine's progress. metrics: model_repo's
-    Exporter. respond, fail: make a response. read_bfloat16: reads a tensor of this type, which NumPy does not
-    have.
+    Exporter. respond, fail: make a response. read_bfloat16: reads a tensor of this type, which NumPy lacks.
     """
 
     def __init__(

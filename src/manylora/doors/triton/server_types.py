@@ -63,8 +63,7 @@ def send(sender: ResponseSender, response: Response | None, flags: int = 0) -> N
 
 def release(model: object) -> None:
     """Frees what a model refers to, at the end of its `finalize`: tensors, requests and metrics, which are in
-    the server's shared memory. When the interpreter ends, that is gone, and freeing them would crash the
-    process.
+    the server's shared memory. When the interpreter ends, that is gone, and freeing them would crash.
     """
     vars(model).clear()
     gc.collect()

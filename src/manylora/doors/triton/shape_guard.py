@@ -38,8 +38,7 @@ _functions: list[Any] = []  # kept alive: the binding calls them until the proce
 def check_shapes(pb_utils: Any) -> None:
     """Call this in a model's `initialize`, before anything creates a tensor.
 
-    The binding looks up NumPy's functions once, at first use, and finds ours in place of the one that creates
-    arrays.
+    The binding looks up NumPy's functions once, at first use, and finds ours instead of that for arrays.
     """
     entry = POINTER.from_address(_numpy_functions() + NEW_FROM_DESCR * ctypes.sizeof(POINTER))
     numpys_own = entry.value

@@ -51,8 +51,7 @@ MAX_TOKENS = 2**20  # maximum per request of postprocessing
 
 class TextWorker:
     """name: the model's, for the log. lifeline: gets the number of open requests. length: of a request's
-    texts, in characters or tokens; raises RequestError. respond, fail: make the response to inputs or an
-    error's text.
+    texts, in characters or tokens; raises RequestError. respond, fail: make the response to inputs, errors.
     """
 
     def __init__(

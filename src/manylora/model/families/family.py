@@ -16,8 +16,7 @@ class TensorNames:
     """The names of a checkpoint's tensors, without `.weight` and `.bias`. The defaults are Llama's.
 
     All names except `head` are below a root. The names of a layer's parts are also below `layers`.N. An
-    encoder-decoder model has two sets of names, one for each stack of layers. An empty name: there is no such
-    tensor.
+    encoder-decoder model has two sets of names, one for each stack. An empty name: there is no such tensor.
     """
 
     roots: tuple[str, ...] = ("model.",)  # possible prefixes; the first one in the checkpoint is used

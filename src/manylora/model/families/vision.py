@@ -1,6 +1,5 @@
 """The text models of Qwen 2-VL, 2.5-VL and 3-VL, LLaVA and LLaVA-NeXT. A text token has the same position on
-all axes, so plain rotary positions are correct. Gemma 3, Mistral 3 and Llama 4 are in the modules of their
-text models."""
+all axes, so plain rotary positions are correct. Gemma 3, Mistral 3, Llama 4: see their text models."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The HTTP proxy: a process in front of tritonserver's HTTP port that forwards only what the server can
-handle.
+"""The HTTP proxy: a process in front of tritonserver's port that forwards only what the server can handle.
 
 A single request can crash this version of Triton: JSON nested a million deep, a body of a million chunks, or
 a shape with more elements than fit in memory. Responses pass through unchanged. tritonserver's own port is

@@ -1,5 +1,4 @@
-"""The run directory of a launcher, one per user and HTTP port: logs of limited size, reports, state of the
-service.
+"""The run directory of a launcher, one per user and HTTP port: logs of limited size, reports, state.
 
 Two locks show who uses it: the launcher that starts a service locks the directory, and a supervisor that it
 forks keeps the lock; the supervisor locks the file with the state. The kernel releases them however their

@@ -27,6 +27,7 @@ from manylora.model.attend import RelativeBias
 from manylora.model.batch import ForwardBatch, HiddenRows, KvTensors
 from manylora.model.decoder_layers import DecoderLayers
 from manylora.model.extras import adapt_head, adapt_prompt
+from manylora.model.families import FAMILIES
 from manylora.model.layers import (
     Attention,
     Block,
@@ -144,6 +145,7 @@ class Decoder(DecoderLayers):
         self, config: ModelConfig, weights: dict[str, Any], dtype: torch.dtype, ops: ReferenceOps
     ) -> None:
         super().__init__(config, weights, dtype, ops)
+        self._names = FAMILIES[config.architecture].names(config)
         norm = self._norm("norm", "norm")
         if config.post_norm:
             norm = self._layer_norm(config.num_layers - 1, "mlp_norm")

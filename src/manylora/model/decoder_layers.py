@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from manylora.kernels.recurrent import DeltaWeights
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget
 from manylora.model.altup import AltUp, AltUpBlock, Laurel
-from manylora.model.families import FAMILIES
+from manylora.model.families.family import TensorNames
 from manylora.model.latent import Expansion, LatentAttention
 from manylora.model.layers import (
     Attends,
@@ -68,13 +67,9 @@ class SharedKvAttention:
 
 
 class DecoderLayers(Transformer):
-    """Builds a decoder's layers. Takes the arguments of Transformer."""
+    """Builds a decoder's layers. names: of the checkpoint's tensors."""
 
-    def __init__(
-        self, config: ModelConfig, weights: dict[str, Any], dtype: torch.dtype, ops: ReferenceOps
-    ) -> None:
-        super().__init__(config, weights, dtype, ops)
-        self._names = FAMILIES[config.architecture].names(config)
+    _names: TensorNames
 
     def _block(self, layer: int) -> Block | AltUpBlock:
         names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
@@ -222,25 +217,10 @@ class DecoderLayers(Transformer):
         if isinstance(own, Mamba2Config):
             return self._mamba2(layer, own)
         if isinstance(own, ConvConfig):
-            project = self._one(layer, "in", LoraModuleId.MAMBA_IN_PROJ, 3 * own.channels)
+            inward = self._one(layer, "in", LoraModuleId.MAMBA_IN_PROJ, 3 * own.channels)
             out = self._one(layer, "out", LoraModuleId.MAMBA_OUT_PROJ)
-            return ShortConv(self._ops, project, out, self._weights[f"{layer}.taps"].T.contiguous())
+            return ShortConv(self._ops, inward, out, self._weights[f"{layer}.taps"].T.contiguous())
         assert isinstance(own, DeltaConfig)
-        return self._delta_rule(layer, own)
-
-    def _mamba2(self, layer: int, own: Mamba2Config) -> Mamba2:
-        out = "out" if self.config.beside is None else "recurrent_out"
-        prefix = f"{layer}."
-        mine = {name.removeprefix(prefix): w for name, w in self._weights.items() if name.startswith(prefix)}
-        return Mamba2(
-            self._ops,
-            self._one(layer, "in", LoraModuleId.MAMBA_IN_PROJ, own.in_size),
-            self._one(layer, out, LoraModuleId.MAMBA_OUT_PROJ),
-            mamba2_weights(own, mine, self.config.norm_eps),
-            mamba2_factors(own, self._device, self.dtype),
-        )
-
-    def _delta_rule(self, layer: int, own: DeltaConfig) -> DeltaRule:
         weights = self._weights
         wide, heads, qkv = own.channels + own.value_size, own.value_heads, own.channels
         project = (
@@ -268,6 +248,18 @@ class DecoderLayers(Transformer):
             gates=self._linear(layer, "gates", *gates),
             out=self._one(layer, "out", LoraModuleId.LINEAR_ATTN_OUT),
             weights=vectors,
+        )
+
+    def _mamba2(self, layer: int, own: Mamba2Config) -> Mamba2:
+        out = "out" if self.config.beside is None else "recurrent_out"
+        prefix = f"{layer}."
+        mine = {name.removeprefix(prefix): w for name, w in self._weights.items() if name.startswith(prefix)}
+        return Mamba2(
+            self._ops,
+            self._one(layer, "in", LoraModuleId.MAMBA_IN_PROJ, own.in_size),
+            self._one(layer, out, LoraModuleId.MAMBA_OUT_PROJ),
+            mamba2_weights(own, mine, self.config.norm_eps),
+            mamba2_factors(own, self._device, self.dtype),
         )
 
     def _feed_forward(self, layer: int) -> FeedForward:

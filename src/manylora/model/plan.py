@@ -46,7 +46,18 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
         buckets = whole(f"{root}{names.relative}.weight", config.relative_buckets)
         plan["relative"] = WeightSpec((buckets,), config.num_heads)
     if config.bidirectional:
-        plan |= _around_encoder(config, names, root, stored)
+        if names.embedding_norm:
+            plan |= norm("embedding_norm", root + names.embedding_norm, width, config)
+        if config.token_types:
+            types = f"{root}embeddings.token_type_embeddings.weight"
+            plan["token_types"] = WeightSpec((whole(types, config.token_types),), width)
+        pooler = next(
+            (r + names.head_layer for r in (root, "") if f"{r}{names.head_layer}.weight" in stored), None
+        )
+        if config.head_layer is not None and pooler is not None:
+            plan |= _plain("head_layer", pooler, hidden, hidden, config.head_layer.biased)
+            if config.head_layer.norm:
+                plan |= norm("head_layer.norm", names.head_norm, hidden, config)
     if names.norm:
         plan |= norm("norm", f"{root}{names.norm}", hidden, config)
     if not config.tie_word_embeddings:
@@ -83,24 +94,6 @@ def checkpoint_plan(config: ModelConfig, stored: Collection[str]) -> Plan:
         if layer in config.mlp_layers:
             specs |= mlp_plan(own, names, source)
         plan |= {f"{layer}.{name}": spec for name, spec in specs.items()}
-    return plan
-
-
-def _around_encoder(config: ModelConfig, names: TensorNames, root: str, stored: Collection[str]) -> Plan:
-    hidden, width = config.hidden_size, config.projected_size or config.hidden_size
-    plan: Plan = {}
-    if names.embedding_norm:
-        plan |= norm("embedding_norm", root + names.embedding_norm, width, config)
-    if config.token_types:
-        table = f"{root}embeddings.token_type_embeddings.weight"
-        plan["token_types"] = WeightSpec((whole(table, config.token_types),), width)
-    layer = next(
-        (r + names.head_layer for r in (root, "") if f"{r}{names.head_layer}.weight" in stored), None
-    )
-    if config.head_layer is not None and layer is not None:
-        plan |= _plain("head_layer", layer, hidden, hidden, config.head_layer.biased)
-        if config.head_layer.norm:
-            plan |= norm("head_layer.norm", names.head_norm, hidden, config)
     return plan
 
 

@@ -167,16 +167,10 @@ def nemotron_h(one: Metadata) -> dict[str, Any]:
     }
     if not one.number("expert_count", 0):
         return fields
-    return {
-        **fields,
-        **experts(one, "n_routed_experts"),
-        "moe_shared_expert_intermediate_size": one.number("expert_shared_feed_forward_length"),
-        "moe_latent_size": one.number("moe_latent_size", 0) or None,
-        "routed_scaling_factor": one.number("expert_weights_scale", 1.0),
-        "norm_topk_prob": bool(one.get("expert_weights_norm", True)),
-        "n_group": one.number("expert_group_count", 1),
-        "topk_group": one.number("expert_group_used_count", 1),
-    }
+    shared = one.number("expert_shared_feed_forward_length")
+    latent = one.number("moe_latent_size", 0) or None
+    more = {"moe_shared_expert_intermediate_size": shared, "moe_latent_size": latent}
+    return {**fields, **routed(one), **more}
 
 
 def attended_heads(one: Metadata) -> int:

@@ -213,10 +213,29 @@ def _run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Record], lis
 def _write(
     options: argparse.Namespace, report: dict[str, Any], records: list[Record], samples: list[Sample]
 ) -> None:
+    outputs, times = [], []
+    for record in records:
+        request, answer, error = record.request, record.answer, {"error": record.error}
+        told = {
+            "output_ids": list(answer.token_ids) if answer else None,
+            "output_text": answer.text if answer else None,
+        }
+        outputs.append({"task_id": request.task_id, **told, **error})
+        when: dict[str, Any] = {
+            "task_id": request.task_id,
+            "lora_name": request.lora.lora_name if request.lora else None,
+            "adapter_tier": answer.adapter_tier if answer else None,
+            "num_input_tokens": answer.num_input_tokens if answer else None,
+            "num_output_tokens": answer.num_output_tokens if answer else None,
+            "start_s": record.started,
+            "latency_ms": (record.finished - record.started) * 1e3,
+            "ttft_ms": record.ttft_ms,
+        }
+        times.append(when | error)
     files: list[tuple[Path | None, Any]] = [
         (options.report_json, report),
-        (options.output_json, [_output(record) for record in records]),
-        (options.request_json, [_times(record) for record in records]),
+        (options.output_json, outputs),
+        (options.request_json, times),
     ]
     for path, value in files:
         if path:
@@ -227,31 +246,6 @@ def _write(
                 figures = asdict(stats)
                 del figures["adapters"]["residents"]
                 log.write(json.dumps({"time_s": at, **figures}) + "\n")
-
-
-def _output(record: Record) -> dict[str, Any]:
-    answer = record.answer
-    return {
-        "task_id": record.request.task_id,
-        "output_ids": list(answer.token_ids) if answer else None,
-        "output_text": answer.text if answer else None,
-        "error": record.error,
-    }
-
-
-def _times(record: Record) -> dict[str, Any]:
-    request, answer = record.request, record.answer
-    return {
-        "task_id": request.task_id,
-        "lora_name": request.lora.lora_name if request.lora else None,
-        "adapter_tier": answer.adapter_tier if answer else None,
-        "num_input_tokens": answer.num_input_tokens if answer else None,
-        "num_output_tokens": answer.num_output_tokens if answer else None,
-        "start_s": record.started,
-        "latency_ms": (record.finished - record.started) * 1e3,
-        "ttft_ms": record.ttft_ms,
-        "error": record.error,
-    }
 
 
 async def run_load(

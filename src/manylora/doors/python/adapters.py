@@ -22,7 +22,7 @@ from manylora.adapters.formats.peft.settings import EMBEDDED
 from manylora.adapters.formats.sources import find_source
 from manylora.adapters.remote.resolver import AdapterSources, Located, is_remote
 from manylora.adapters.tensors import Adapter, FileAdapter
-from manylora.doors.python.llm_args import LoRAChoice, LoRARequest, members_of
+from manylora.doors.python.llm_args import LoRARequest
 from manylora.errors import (
     AdapterError,
     AdapterInvalidError,
@@ -172,11 +172,8 @@ class AdapterRegistry:
             self._library.register(task_id, Path(path), partial(self._read, path, source))
         return adapter
 
-    def has_head(self, given: LoRAChoice | None) -> bool:
-        """Whether one of the adapters is a classifier, judging by its tensors. Raises AdapterInvalidError."""
-        return any(self._num_labels(request) for request, scale in members_of(given) if scale)
-
-    def _num_labels(self, request: LoRARequest) -> int:
+    def num_labels(self, request: LoRARequest) -> int:
+        """Of the adapter's classification head, by its tensors; 0: none. Raises AdapterInvalidError."""
         with self._lock:
             entry = self._entries.get(request.lora_int_id)
             if entry is not None and entry.labels is not None:

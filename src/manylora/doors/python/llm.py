@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from manylora.doors.python.base import BaseLLM
-from manylora.doors.python.llm_args import LoRAChoice, LoRARequest, is_choice
+from manylora.doors.python.llm_args import LoRAChoice, LoRARequest, is_choice, members_of
 from manylora.doors.python.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -241,7 +241,8 @@ class LLM(BaseLLM):
         """
         params = pooling_params or PoolingParams()
         pairs, lora = pair_up(text_1, text_2), self._named(lora_request)
-        if self._model.num_labels == 1 or self._service.registry.has_head(lora):
+        acting, registry = [one for one, scale in members_of(lora) if scale], self._service.registry
+        if self._model.num_labels == 1 or any(map(registry.num_labels, acting)):
             tokenizer = self._tokenizer_for(lora)
             if tokenizer is None:
                 raise ValueError("score needs a tokenizer: leave skip_tokenizer_init out")

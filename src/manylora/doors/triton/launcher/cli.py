@@ -14,7 +14,7 @@ from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from manylora.config.foreign import LAUNCH_SCRIPT, LAUNCHER
 from manylora.config.repository import ENGINE, repository_config
@@ -259,7 +259,20 @@ def _background(options: Namespace, supervisor: Supervisor, run_dir: RunDirector
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, nobody hears how the child ended
     child = os.fork()
     if child == 0:
-        _be_supervisor(supervisor, run_dir)
+        code = 1
+        try:
+            os.setsid()
+            log, null = open_log(run_dir.path / "supervisor.log"), os.open(os.devnull, os.O_RDONLY)
+            for target, source in ((0, null), (1, log), (2, log)):
+                os.dup2(source, target)
+            logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+            code = supervisor.run()
+            if code == 0:  # otherwise --status shows the reason
+                run_dir.remove()
+        except BaseException:
+            logging.exception("the supervisor failed")
+        finally:
+            os._exit(code)
     signals: list[int] = []
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda number, _: signals.append(number))
@@ -295,23 +308,6 @@ def _background(options: Namespace, supervisor: Supervisor, run_dir: RunDirector
         _remove_leftovers(run_dir)
     run_dir.remove()
     return 1
-
-
-def _be_supervisor(supervisor: Supervisor, run_dir: RunDirectory) -> NoReturn:
-    code = 1
-    try:
-        os.setsid()
-        log, null = open_log(run_dir.path / "supervisor.log"), os.open(os.devnull, os.O_RDONLY)
-        for target, source in ((0, null), (1, log), (2, log)):
-            os.dup2(source, target)
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-        code = supervisor.run()
-        if code == 0:  # otherwise --status shows the reason
-            run_dir.remove()
-    except BaseException:
-        logging.exception("the supervisor failed")
-    finally:
-        os._exit(code)
 
 
 def _report_failure(reason: str | None, run_dir: RunDirectory) -> None:

@@ -135,7 +135,6 @@ NEMOTRON_H_ALIASES = {
     "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min", "mamba_conv_bias": "use_conv_bias",
 }  # fmt: skip
 LAYER_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-OLD_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 DEFAULT_LAYER_TYPES = ["linear_attention", "moe", "full_attention", "mlp"]
 NEMOTRON_H_NAMES = TensorNames(
     roots=("model.", "backbone."),
@@ -158,7 +157,7 @@ def _nemotron_h_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     kinds, pattern = raw["layers_block_type"], raw["hybrid_override_pattern"]
     if kinds is None and pattern is not None:
         kinds = [LAYER_LETTERS.get(letter, letter) for letter in pattern]
-    kinds = [OLD_LAYER_TYPES.get(kind, kind) for kind in kinds or DEFAULT_LAYER_TYPES]
+    kinds = [KINDS.get(kind, kind) for kind in kinds or DEFAULT_LAYER_TYPES]
     unknown = set(kinds) - set(LAYER_LETTERS.values())
     if unknown:
         raise ConfigError(f"config.json: layers_block_type has {min(unknown)!r}, which is not supported here")

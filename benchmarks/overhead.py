@@ -42,7 +42,7 @@ from machine import family
 from tritonclient.grpc import service_pb2
 
 from manylora.config.engine import EngineConfig
-from manylora.doors.triton.launcher.new_repository import RepositoryPlan, write_repository
+from manylora.doors.triton.launcher.new_repository import write_repository
 from manylora.engine.loop import EngineLoop
 from manylora.generation.tokenizer import Tokenizer
 from manylora.request import Request, SamplingConfig
@@ -89,7 +89,7 @@ def launched(model: Path, work: Path, streams: int, interval: int) -> Iterator[t
     if not repo.exists():
         values = {"device": "cpu", "max_num_sequences": str(streams), "stream_interval": str(interval)}
         models = ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing")
-        write_repository(RepositoryPlan(model, models=models, values=values), repo)
+        write_repository(repo, model, None, models, values)
     http, port, metrics = free_ports(3)
     ports = [f"--http_port={http}", f"--grpc_port={port}", f"--metrics_port={metrics}"]
     command = [sys.executable, ROOT / "launch_triton_server.py", "--foreground", f"--model_repo={repo}"]

@@ -82,17 +82,13 @@ def decoder_parts(
     embedding: Tensor | Panels | None,
 ) -> DecoderParts | None:
     """None if not all layers are attention and gated MLP with RMS norms. embedding: as `_plain_embedding`."""
-    if config.parallel_blocks or config.residual_scale != 1 or norm.bias is not None:
-        return None
-    if config.qkv_clip is not None or config.attention_chunk or config.unrotated_growth:
-        return None
-    if config.attention_gated or config.recurrent is not None:
-        return None
-    if config.qk_norm == "plain" or config.layer_inputs is not None or config.layer_shapes:
-        return None
-    layers = [_layer(block) for block in blocks]
-    plain = [layer for layer in layers if layer is not None]
-    if len(plain) < len(layers):
+    more = (config.qkv_clip, config.recurrent, config.layer_inputs, norm.bias)
+    flags = (
+        config.parallel_blocks, config.attention_chunk, config.unrotated_growth, config.attention_gated,
+        config.layer_shapes, config.residual_scale != 1, config.qk_norm == "plain",
+    )  # fmt: skip
+    plain = [layer for layer in map(_layer, blocks) if layer is not None]
+    if any(flags) or any(one is not None for one in more) or len(plain) < len(blocks):
         return None
     return DecoderParts(
         embedding=embedding,
@@ -113,14 +109,12 @@ def decoder_parts(
 
 
 def _layer(block: Block | AltUpBlock) -> LayerParts | None:
-    if isinstance(block, AltUpBlock):
-        return None
     attention, mlp = block.attention, block.mlp
-    if not isinstance(attention, Attention):
+    if isinstance(block, AltUpBlock) or not isinstance(attention, Attention) or not isinstance(mlp, Mlp):
         return None
-    if not isinstance(mlp, Mlp) or not mlp.gated or mlp.activation not in GATES or mlp.cutoff is not None:
+    if not mlp.gated or mlp.activation not in GATES:
         return None
-    if attention.params.sinks is not None or attention.v_norm is not None:
+    if any(one is not None for one in (mlp.cutoff, attention.params.sinks, attention.v_norm)):
         return None
     norms = {
         "attention_norm": block.attention_norm,
@@ -205,9 +199,9 @@ class Decoder(DecoderLayers):
     def _in_one_call(self, batch: ForwardBatch, kv: KvTensors) -> tuple[Tensor, Tensor] | None:
         """None if the layers must be called one by one."""
         step, last = self._decode_step, self._last
-        if step is None or not isinstance(kv, Tensor):
+        if step is None or not isinstance(kv, Tensor) or batch.pooled is not None:
             return None
-        if batch.pooled is not None or self._growth(batch) is not None:
+        if self._growth(batch) is not None:
             return None
         if last is not None and last[0] is batch and last[1] is kv:
             found = step.again()
@@ -297,9 +291,7 @@ class Decoder(DecoderLayers):
         rows, lora = batch.logits_rows, batch.lora
         if self._device.type != "cpu" or batch.pooled is not None or self._streams is not None:
             return None
-        if not 0 < len(rows) < len(batch.input_ids):
-            return None
-        if lora is not None and lora.extras:
+        if not 0 < len(rows) < len(batch.input_ids) or (lora is not None and lora.extras):
             return None
         if lora is None:
             return LogitRows(rows, None)

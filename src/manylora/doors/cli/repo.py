@@ -9,7 +9,7 @@ from pathlib import Path
 
 from manylora.adapters.catalog.files import find_adapters
 from manylora.config.hub import local_model
-from manylora.doors.triton.launcher.new_repository import RepositoryPlan, write_repository
+from manylora.doors.triton.launcher.new_repository import write_repository
 from manylora.errors import ConfigError
 from manylora.system.command_line import Parser
 
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_arguments(parser)
     options = parser.parse_args(arguments)
     try:
-        models = write_repository(plan_of(options), options.output)
+        models = write_repository(options.output, *plan_of(options))
     except ConfigError as error:
         print(f"manylora repo: {error}", file=sys.stderr)
         return 1
@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--set", dest="values", type=_pair, action="append", default=[], metavar="NAME=VALUE", help=SET)
 
 
-def plan_of(options: argparse.Namespace) -> RepositoryPlan:
+def plan_of(
+    options: argparse.Namespace,
+) -> tuple[Path, Path | None, tuple[str, ...], dict[str, str]]:
     """Raises ConfigError. A model given by hub id is downloaded. Says so if there is no adapter yet."""
     root = options.lora_root
     is_adapter = root is not None and (root / "adapter_config.json").is_file()  # refused later
@@ -56,7 +58,7 @@ def plan_of(options: argparse.Namespace) -> RepositoryPlan:
         text = f"no adapter is below --lora-root {root} yet: each is a folder with adapter_config.json"
         print(text, file=sys.stderr)
     models = tuple(name.strip() for name in options.models.split(",") if name.strip())
-    return RepositoryPlan(local_model(options.model), options.lora_root, models, dict(options.values))
+    return local_model(options.model), root, models, dict(options.values)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def write(run_dir: Path) -> Path:
         folder = options.repo or run_dir / OWN
-        write_repository(repo.plan_of(options), folder)
+        write_repository(folder, *repo.plan_of(options))
         return folder
 
     return launcher.run(options, write)

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -290,8 +290,7 @@ def _one_lora(item: _Item) -> LoraInput | None:
 
 _NOTHING = np.empty((1, 1, 0), np.int32)
 
-Call = TypeVar("Call")
-Item = tuple[Call, "ResponseEncoder | None", Event]
+Item = tuple[Any, "ResponseEncoder | None", Event]
 """An event to be sent. Without an encoder the call ends, with the event's error if it has one."""
 
 
@@ -399,9 +398,9 @@ def _versions(event: Event) -> str:
     )
 
 
-def merge_waiting(batch: Sequence[Item[Call]]) -> list[Item[Call]]:
+def merge_waiting(batch: Sequence[Item]) -> list[Item]:
     """Join neighbouring events of each streaming sequence. The order within each request is kept."""
-    result: list[Item[Call]] = []
+    result: list[Item] = []
     latest: dict[int, tuple[int, Event]] = {}  # encoder -> index and content of its latest event
     for item in batch:
         call, encoder, event = item

@@ -159,7 +159,7 @@ class EngineWorker:
         self._lock, self._numbers = threading.Lock(), count(1)
         self._calls: set[TritonCall] = set()  # not answered yet
         self._unchecked: list[TritonCall] = []  # in this round of `_cancel_abandoned`
-        self._outbox: queue.SimpleQueue[Item[TritonCall] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         lifeline.activity = self._activity
         self._sender = threading.Thread(target=self._send_all, name="manylora-send", daemon=True)
         self._sender.start()
@@ -256,7 +256,7 @@ class EngineWorker:
             logger.critical("the thread that sends responses died", exc_info=True)
             os._exit(1)
 
-    def _waiting(self) -> list[Item[TritonCall] | None]:
+    def _waiting(self) -> list[Item | None]:
         """All items to be sent. None at the end means that nothing more will come."""
         try:
             batch = [self._outbox.get(timeout=self._options.cancellation_period)]

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from manylora.config.model_folder import check_model_folder
@@ -34,34 +33,24 @@ INSTANCES = "_instance_count"  # variables with this suffix get the value 1
 TYPES = ("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
 
 
-@dataclass(frozen=True)
-class RepositoryPlan:
-    """model: a Hugging Face directory. lora_root: its subfolders are adapters, chosen by name, and by task id
-    where the name is a number. models: which templates; empty: all. values: template variables, which
-    override everything else.
-    """
-
-    model: Path
-    lora_root: Path | None = None
-    models: Sequence[str] = ()
-    values: Mapping[str, str] = field(default_factory=dict)
-
-
 def known_values() -> set[str]:
     texts = (path.read_text(encoding="utf-8") for path in templates.FOLDER.glob(f"*/{CONFIG}"))
     return set().union(*map(templates.variables, texts))
 
 
-def write_repository(plan: RepositoryPlan, folder: Path) -> list[str]:
+def write_repository(
+    folder: Path, model: Path, root: Path | None, models: Sequence[str], given: Mapping[str, str]
+) -> list[str]:
     """Write the repository and return the names of its models. folder: new, empty, or written by this before.
-
-    Raises ConfigError before anything is written, and OSError.
+    model: a Hugging Face directory. root: its subfolders are adapters, chosen by name, and by task id where
+    the name is a number. models: which templates; empty: all. given: template variables, which override
+    everything else. Raises ConfigError before anything is written, and OSError.
     """
-    texts = _templates(plan.models)
-    values = _values(plan, texts)
+    texts = _templates(models)
+    values = _values(model, root, given, texts)
     filled = {name: templates.fill(text, values) for name, text in texts.items()}
     # Values that the models would refuse at start.
-    check_model_folder(plan.model)
+    check_model_folder(model)
     folders = {written_parameters(text).get("tokenizer_dir", "") for text in filled.values()}
     for tokenizer in folders - {""}:
         Tokenizer(Path(tokenizer))
@@ -93,20 +82,20 @@ def _templates(names: Sequence[str]) -> dict[str, str]:
     return texts
 
 
-def _values(plan: RepositoryPlan, texts: Mapping[str, str]) -> dict[str, str]:
+def _values(
+    model: Path, root: Path | None, own: Mapping[str, str], texts: Mapping[str, str]
+) -> dict[str, str]:
     variables = set().union(*map(templates.variables, texts.values()))
     bare = set().union(*map(templates.bare_variables, texts.values()))
-    for name in plan.values:
+    for name in own:
         if name not in variables:
             near = difflib.get_close_matches(name, variables, n=4) or sorted(variables)
             raise ConfigError(
                 f"there is no template variable {printable(name)!r} in {', '.join(texts)}: "
                 f"did you mean {', '.join(near)}?"
             )
-    model = str(plan.model.absolute())
-    given = (
-        BASICS | {"engine_dir": model, "tokenizer_dir": model} | _adapters(plan.lora_root) | dict(plan.values)
-    )
+    folders = dict.fromkeys(("engine_dir", "tokenizer_dir"), str(model.absolute()))
+    given = BASICS | folders | _adapters(root) | dict(own)
     given |= {name: given.get(name, "1") for name in variables if name.endswith(INSTANCES)}
     if open_ones := sorted(name for name in bare if not given.get(name)):
         raise ConfigError(f"the variable {open_ones[0]} needs a value: --set {open_ones[0]}=VALUE")

@@ -305,11 +305,6 @@ def _scaling(one: Metadata, factors: Callable[[str], list[float]]) -> dict[str, 
     return {"rope_scaling": scaling}
 
 
-def generation_json(header: Header) -> dict[str, Any]:
-    found = [header.metadata.get(f"tokenizer.ggml.{name}") for name in END_IDS]
-    return {"eos_token_id": sorted({one for one in found if isinstance(one, int)})}
-
-
 def sentence_files(header: Header) -> dict[str, Any]:
     """How states become embeddings, as sentence-transformers writes it. Empty if the file does not say."""
     one = Metadata(header, header.metadata["general.architecture"])
@@ -392,9 +387,10 @@ def _make(base: Path, folder: Path, texts: dict[str, str], links: dict[str, Path
 
 
 def _texts(header: Header) -> dict[str, str]:
+    ends = {header.metadata.get(f"tokenizer.ggml.{name}") for name in END_IDS}
     found: dict[str, Any] = {
         "config.json": config_json(header, lambda name: _factors(header, name)),
-        "generation_config.json": generation_json(header),
+        "generation_config.json": {"eos_token_id": sorted(one for one in ends if isinstance(one, int))},
         **sentence_files(header),
     }
     if has_tokenizer(header):

@@ -74,17 +74,13 @@ class Target:
     runs: Tensor | None = None
 
 
-def read_targets(header: Header) -> dict[str, Target]:
-    """By names in the checkpoint, or their own name if the architecture lacks them. Raises ConfigError."""
-    return _Reader(header).targets()
-
-
 class _Reader:
     def __init__(self, header: Header) -> None:
         self._header, self._own = header, architecture_of(header)
         self._one = Metadata(header, header.metadata["general.architecture"])
 
     def targets(self) -> dict[str, Target]:
+        """By names in the checkpoint, else their own. Raises ConfigError."""
         made: dict[str, Target] = {}
         joined: dict[str, dict[str, Source]] = {}
         for name, info in self._header.tensors.items():
@@ -276,7 +272,7 @@ class GgufFile:
         self._tensors: dict[str, PlainTensor] = {}
         self._parts: dict[str, tuple[GgufTensor | MadeWeight, str]] = {}  # of quantised weights
         self.added_bytes = 0
-        for name, target in read_targets(read_parts(path)).items():
+        for name, target in _Reader(read_parts(path)).targets().items():
             self._add(name, target)
         self._last: tuple[object, Any] | None = None  # parts or rows of one weight are asked for in turn
         self._open = ExitStack()

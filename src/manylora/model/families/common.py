@@ -46,7 +46,14 @@ def read_rope(
     nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
     if nested:
         raise ConfigError(f"config.json: rope_parameters of {nested[0]} alone is not supported here")
-    kind, share = _rope_kind(scaling, renamed), scaling.pop("partial_rotary_factor", None)
+    old = scaling.pop("type", None)
+    kind = str(scaling.pop("rope_type", None) or old or "default")
+    kind = renamed.get(kind, kind)
+    if kind not in ROPE_NAMES:
+        raise ConfigError(
+            f"config.json: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_NAMES)}"
+        )
+    share = scaling.pop("partial_rotary_factor", None)
     base = scaling.pop("rope_theta", None) or raw.get(theta)
     if kind == "proportional":  # rotates whole heads, with a frequency of 0 beyond the share
         scaling["share"], share = 1.0 if share is None else float(share), None
@@ -91,17 +98,6 @@ def text_settings(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
     """The text part of a multimodal config.json, with the dtype and the head of the whole model."""
     outer = {name: raw.get(name) for name in ("dtype", "torch_dtype", "tie_word_embeddings")}
     return {**defaults, **(raw["text_config"] or {}), **outer}
-
-
-def _rope_kind(scaling: dict[str, Any], renamed: Mapping[str, str]) -> str:
-    old = scaling.pop("type", None)
-    kind = str(scaling.pop("rope_type", None) or old or "default")
-    kind = renamed.get(kind, kind)
-    if kind not in ROPE_NAMES:
-        raise ConfigError(
-            f"config.json: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_NAMES)}"
-        )
-    return kind
 
 
 def read_windows(raw: Mapping[str, Any], sliding: list[bool] | None = None) -> tuple[int | None, ...]:

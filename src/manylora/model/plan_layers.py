@@ -219,10 +219,8 @@ def _latent(config: ModelConfig, latent: LatentConfig, names: TensorNames, sourc
 def _recurrent(config: ModelConfig, names: TensorNames, source: str) -> Plan:
     own, hidden = config.recurrent, config.hidden_size
     block = f"{source}{names.recurrent}."
-    matrices, out = (
-        [block + name for name in names.recurrent_in],
-        (whole(block + names.recurrent_out, hidden),),
-    )
+    matrices = [block + name for name in names.recurrent_in]
+    out = (whole(block + names.recurrent_out, hidden),)
 
     def taps(name: str, channels: int, count: int) -> WeightSpec:
         return WeightSpec((whole(f"{block}{name}.weight", channels),), count, wide=True, depthwise=True)

@@ -404,13 +404,9 @@ class RankDecoder(SharedLayers, Decoder):
 
     def _logits(self, x: Tensor, delta: Tensor | None, batch: ForwardBatch) -> Tensor:
         """On the last stage."""
-        logits, mapping, pooled = (
-            self._to_rank_0(super()._logits(x, delta, batch)),
-            self._mapping,
-            batch.pooled,
-        )
-        if mapping.pp_size > 1 and mapping.tp_rank == 0 and pooled is not None:
-            self._collectives.send_back(self._hidden(x, delta, pooled.rows, batch.lora))
+        logits = self._to_rank_0(super()._logits(x, delta, batch))
+        if self._mapping.pp_size > 1 and self._mapping.tp_rank == 0 and batch.pooled is not None:
+            self._collectives.send_back(self._hidden(x, delta, batch.pooled.rows, batch.lora))
         return logits
 
 

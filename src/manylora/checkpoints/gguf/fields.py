@@ -39,8 +39,8 @@ def routed(one: Metadata, normalised: bool = True) -> dict[str, Any]:
         "first_k_dense_replace": one.number("leading_dense_block_count", 0),
         "routed_scaling_factor": one.number("expert_weights_scale", 1.0),
         "norm_topk_prob": bool(one.get("expert_weights_norm", normalised)),
-        "n_group": one.number("expert_group_count", 1),
-        "topk_group": one.number("expert_group_used_count", 1),
+        "n_group": one.number("expert_group_count", 1) or 1,
+        "topk_group": one.number("expert_group_used_count", 1) or 1,
     }
 
 
@@ -232,8 +232,6 @@ def deepseek2(one: Metadata) -> dict[str, Any]:
     own = "_mla" if one.get("attention.key_length_mla") is not None else ""
     fields: dict[str, Any] = {
         **routed(one, normalised=False),
-        "n_group": one.number("expert_group_count", 1) or 1,
-        "topk_group": one.number("expert_group_used_count", 1) or 1,
         "q_lora_rank": one.number("attention.q_lora_rank", 0) or None,
         "kv_lora_rank": one.number("attention.kv_lora_rank"),
         "qk_rope_head_dim": rope,

@@ -46,8 +46,7 @@ def awq(tensors: Mapping[str, Tensor], columns: int) -> QuantisedWeight:
     _check("qzeros", tensors["qzeros"], (groups, rows // 8))
     halves = unpack(tensors["qweight"], 4, AWQ_ORDER).T
     zeros = unpack(tensors["qzeros"], 4, AWQ_ORDER).T
-    table = _even(columns, groups)
-    return _grouped(halves_to_bytes(halves), scales.T, _signed(zeros, 4), table)
+    return _with_table(halves_to_bytes(halves), scales.T, _signed(zeros, 4), *regroup(_even(columns, groups)))
 
 
 def gptq(tensors: Mapping[str, Tensor], columns: int, zero_shift: int) -> QuantisedWeight:
@@ -108,7 +107,7 @@ def scaled(tensors: Mapping[str, Tensor], columns: int, block: tuple[int, int] |
     zeros = tensors.get("weight_zero_point")
     if zeros is not None:
         zeros = _table("weight_zero_point", zeros).to(torch.int8).expand(rows, -1)
-    return _grouped(weight, scales, zeros, of_input)
+    return _with_table(weight, scales, zeros, *regroup(of_input))
 
 
 def mxfp4(blocks: Tensor, scales: Tensor, columns: int) -> QuantisedWeight:
@@ -247,12 +246,6 @@ def _from_words(
     if bits == 8:
         values = (values ^ 128).view(torch.int8)
     return _with_table(values, scales, zeros, order, table)
-
-
-def _grouped(values: Tensor, scales: Tensor, zeros: Tensor | None, of_input: Tensor) -> QuantisedWeight:
-    order, table = regroup(of_input)
-    assert order is None
-    return _with_table(values, scales, zeros, None, table)
 
 
 def _with_table(

@@ -135,11 +135,8 @@ def _run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Record], lis
         raise ConfigError("--dataset is missing: manylora prepare-dataset writes one")
     if options.concurrency == 0 or options.concurrency < -1:
         raise ConfigError(f"--concurrency must be -1 or at least 1, got {options.concurrency}")
-    named, streaming, concurrency = (
-        options.model_path or options.model,
-        options.streaming,
-        options.concurrency,
-    )
+    named = options.model_path or options.model
+    streaming, concurrency = options.streaming, options.concurrency
     if not named:
         raise ConfigError("--model must name the model's directory")
     model_dir = local_model(named)

@@ -67,13 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _lines(report: AdapterReport, judged: bool) -> Iterator[tuple[str, object]]:
-    if report.kind is not None:
-        yield "kind", report.kind
-        yield "source", report.source
-    if report.form is not None:
-        yield "form", report.form
-    if report.dtype is not None:
-        yield "dtype", report.dtype
+    for fact in ("kind", "source", "form", "dtype"):
+        if getattr(report, fact) is not None:
+            yield fact, getattr(report, fact)
     for name, ranks in (report.modules or {}).items():
         shown = ", ".join(f"rank {rank} in layer {layer}" for layer, rank in sorted(ranks.items()))
         if len(set(ranks.values())) == 1:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from manylora.doors.triton.client_errors import check_parameters
-from manylora.doors.triton.server_types import Arrays, ServerRequest, ServerTensor
+from manylora.doors.triton.server_types import Arrays, ServerRequest, ServerTensor, refuse
 from manylora.doors.triton.shape_guard import read_inputs
 from manylora.doors.triton.tensor_table import ENSEMBLE
 from manylora.errors import RequestError
@@ -313,9 +313,7 @@ def _number(inputs: Arrays, name: str) -> int:
 
 def check_inputs(values: Arrays, accumulate: bool, has_draft_model: bool) -> None:
     """Raises RequestError, with TensorRT-LLM's texts where there is one."""
-    for name in REFUSED:
-        if name in values and values[name].size:
-            raise RequestError(f"input {name} is not supported by this server: leave it out")
+    refuse(values, *(name for name in REFUSED if name in values and values[name].size))
     if "text_input" not in values:
         raise RequestError("text_input is required")
     for name, other in TWO_NAMES.items():

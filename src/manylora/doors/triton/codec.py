@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from manylora.doors.triton.server_types import Arrays, decode_word_list, utf8
+from manylora.doors.triton.server_types import Arrays, decode_word_list, refuse, utf8
 from manylora.doors.triton.tensor_table import REFUSED_INPUTS, SAMPLING_SCALARS
 from manylora.errors import RequestError
 from manylora.generation.sampling import parameters_of
@@ -106,9 +106,7 @@ def decode_requests(
             raise RequestError(
                 f"Expected batch size doesn't match batch size for tensor {name}. Expected {batch} got {size}"
             )
-    for name in REFUSED_INPUTS:
-        if name in arrays and arrays[name].size:
-            raise RequestError(f"input {name} is not supported by this server: leave it out")
+    refuse(arrays, *(name for name in REFUSED_INPUTS if name in arrays and arrays[name].size))
     if batch > 1 and not decoupled:
         raise RequestError(
             "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"

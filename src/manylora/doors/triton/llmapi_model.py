@@ -16,12 +16,11 @@ from manylora.doors.triton.prompts import (
     PromptRequest,
     PromptRunner,
     named_mix,
-    refuse,
     scalar,
     text_tensor,
     texts,
 )
-from manylora.doors.triton.server_types import Arrays, ServerRequest
+from manylora.doors.triton.server_types import Arrays, ServerRequest, refuse
 from manylora.doors.triton.shape_guard import read_inputs
 from manylora.errors import RequestCancelledError, RequestError
 from manylora.generation.decoding import with_defaults

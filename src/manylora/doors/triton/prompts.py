@@ -237,13 +237,6 @@ def read_json(text: str, name: str, most: int) -> Any:
         raise RequestError(f"{name} must be valid JSON, got {text!r:.80}") from None
 
 
-def refuse(arrays: Mapping[str, Any], *names: str) -> None:
-    """Raises RequestError for an input that is not supported."""
-    for name in names:
-        if name in arrays:
-            raise RequestError(f"input {name} is not supported by this server: leave it out")
-
-
 def named_mix(
     names: Sequence[str] | None, scales: Sequence[float] | None, field: str
 ) -> LoraInput | LoraMix | None:

@@ -47,6 +47,13 @@ class ServerRequest(Protocol):
     def is_cancelled(self) -> bool: ...
 
 
+def refuse(inputs: Arrays, *names: str) -> None:
+    """Raises RequestError for an input that is not supported."""
+    for name in names:
+        if name in inputs:
+            raise RequestError(f"input {name} is not supported by this server: leave it out")
+
+
 def send(sender: ResponseSender, response: Response | None, flags: int = 0) -> None:
     """As the sender's own `send`. response: None only with the flag FINAL. Thread-safe.
 

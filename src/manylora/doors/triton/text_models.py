@@ -25,6 +25,7 @@ from manylora.doors.triton.server_types import (
     ResponseSender,
     ServerRequest,
     encode_word_lists,
+    refuse,
     send,
     utf8,
 )
@@ -129,9 +130,7 @@ class Preprocessor:
 
     def length(self, inputs: Arrays) -> int:
         """Characters of all texts. Raises RequestError for too many, and for unsupported inputs."""
-        for name in REFUSED:
-            if name in inputs:
-                raise RequestError(f"input {name} is not supported by this server: leave it out")
+        refuse(inputs, *REFUSED)
         prompts = [len(text) for text in _sent(inputs, "QUERY").reshape(-1)]
         adapters = adapters_of(inputs, len(prompts)) if self._own else []
         for index, length in enumerate(prompts):

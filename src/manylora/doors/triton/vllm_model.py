@@ -30,11 +30,10 @@ from manylora.doors.triton.prompts import (
     PromptRunner,
     named_mix,
     read_json,
-    refuse,
     scalar,
     text_tensor,
 )
-from manylora.doors.triton.server_types import Arrays, ServerRequest
+from manylora.doors.triton.server_types import Arrays, ServerRequest, refuse
 from manylora.doors.triton.shape_guard import read_inputs
 from manylora.errors import AdapterNotFoundError, RequestError
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults

@@ -169,11 +169,8 @@ class TritonServer:
             self._started.append(self._process)
             with self._proxy_probe.other as probe:
                 command = [sys.executable, "-m", PROXY, f"--address={o.address}", f"--port={o.http_port}"]
-                command.append(f"--inner-port={self._inner_port}")
-                command += [
-                    f"--secret-file={self._run_dir / server_command.SECRET_FILE}",
-                    f"--probe={probe.fileno()}",
-                ]
+                command += [f"--inner-port={self._inner_port}", f"--probe={probe.fileno()}"]
+                command += [f"--secret-file={self._run_dir / server_command.SECRET_FILE}"]
                 command += ["--open"] if o.open_management else []
                 self._proxy = processes.spawn(command, os.environ | mark, log, pass_fds=[probe.fileno()])
             self._started.append(self._proxy)

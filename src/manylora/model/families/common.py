@@ -100,6 +100,12 @@ def text_settings(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
     return {**defaults, **(raw["text_config"] or {}), **outer}
 
 
+def windows_but(raw: Mapping[str, Any], number: int) -> tuple[int | None, ...]:
+    """`read_windows` where all layers have one but each of this number."""
+    count = 0 if raw["sliding_window"] is None or raw["layer_types"] else raw["num_hidden_layers"]
+    return read_windows(raw, [(layer + 1) % number != 0 for layer in range(count)])
+
+
 def read_windows(raw: Mapping[str, Any], sliding: list[bool] | None = None) -> tuple[int | None, ...]:
     """The window of each layer, or () if `sliding_window` is not set. sliding: which layers have one, if
     there is no `layer_types`. None: all, and the architecture does not read `layer_types`.

@@ -13,13 +13,7 @@ from typing import Any
 from manylora.config.blocks import AltUpConfig, LayerInputsConfig, LayerShape
 from manylora.config.model import ModelConfig, MoeConfig
 from manylora.errors import ConfigError
-from manylora.model.families.common import (
-    flat_rope,
-    read_activation,
-    read_biases,
-    read_windows,
-    text_settings,
-)
+from manylora.model.families.common import flat_rope, read_activation, read_biases, text_settings, windows_but
 from manylora.model.families.family import ModelFamily, TensorNames, text_tower
 from manylora.model.families.moe import checked_moe
 
@@ -69,8 +63,6 @@ def _shared(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Layers with a window have a rotary base of their own. If bidirectional, it is on both sides."""
-    pattern = raw["sliding_window_pattern"]
-    sliding = [(layer + 1) % pattern != 0 for layer in range(raw["num_hidden_layers"])]
     if raw.get("use_bidirectional_attention"):
         raw = {**raw, "sliding_window": raw["sliding_window"] // 2 + 1}
     return {
@@ -79,7 +71,7 @@ def _gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
         **(ENCODER if raw.get("use_bidirectional_attention") else {}),
         "rope_local_theta": float(raw["rope_local_base_freq"]),
         "qk_norm": "head",
-        "sliding_windows": read_windows(raw, sliding),
+        "sliding_windows": windows_but(raw, raw["sliding_window_pattern"]),
     }
 
 
@@ -121,7 +113,7 @@ def _gemma3n_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _gemma3n(raw: Mapping[str, Any]) -> dict[str, Any]:
     count = raw["num_hidden_layers"]
-    windows = read_windows(raw, [(layer + 1) % 5 != 0 for layer in range(count)])
+    windows = windows_but(raw, 5)
     pattern = raw["activation_sparsity_pattern"]
     if pattern is None:  # the first ten of more than ten layers are sparse
         sparse = 10 if count > 10 else 0
@@ -214,7 +206,7 @@ GEMMA4_PARTS = (*TOWERS, "vision_embedder.")
 
 def _gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
     count, dim = raw["num_hidden_layers"], raw["hidden_size_per_layer_input"]
-    windows = read_windows(raw, [(layer + 1) % 6 != 0 for layer in range(count)]) or (None,) * count
+    windows = windows_but(raw, 6) or (None,) * count
     windows = (*windows[:-1], None)  # the last layer never has one, regardless of config.json
     sources = shared_kv(windows, raw["num_kv_shared_layers"])
     readers = {layer for layer, source in enumerate(sources) if source != layer}
@@ -287,10 +279,7 @@ FAMILIES = {
     "GemmaForCausalLM": ModelFamily(GEMMA, _gemma),
     "Gemma2ForCausalLM": ModelFamily(
         GEMMA2_DEFAULTS,
-        lambda raw: {
-            **_capped(raw),
-            "sliding_windows": read_windows(raw, [n % 2 == 0 for n in range(raw["num_hidden_layers"])]),
-        },
+        lambda raw: {**_capped(raw), "sliding_windows": windows_but(raw, 2)},
         lambda _: GEMMA2,
     ),
     "Gemma3ForCausalLM": ModelFamily(GEMMA3, _gemma3, lambda _: GEMMA2, flat_rope),

@@ -9,7 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from manylora.errors import ConfigError
-from manylora.model.families.common import all_biased, flat_rope, read_biases, read_windows, text_settings
+from manylora.model.families.common import (
+    all_biased,
+    flat_rope,
+    read_biases,
+    read_windows,
+    text_settings,
+    windows_but,
+)
 from manylora.model.families.family import ModelFamily, TensorNames, text_tower
 
 PHI3 = TensorNames(qkv=("self_attn.qkv_proj",), up_gate=("mlp.gate_up_proj",))
@@ -162,21 +169,13 @@ def _olmo2(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _olmo3(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary scaling applies only to layers without a window."""
-    sliding = [(layer + 1) % 4 != 0 for layer in range(raw["num_hidden_layers"])]
-    return {
-        **_olmo2(raw),
-        "rope_local_theta": float(raw["rope_local_base_freq"]),
-        "sliding_windows": read_windows(raw, sliding),
-    }
+    local = float(raw["rope_local_base_freq"])
+    return {**_olmo2(raw), "rope_local_theta": local, "sliding_windows": windows_but(raw, 4)}
 
 
 def _exaone4(raw: Mapping[str, Any]) -> dict[str, Any]:
     """If some layers have a window, the others have no rotary positions."""
-    windows: tuple[int | None, ...] = ()
-    if raw["sliding_window"] is not None:
-        count, pattern = raw["num_hidden_layers"], raw["sliding_window_pattern"]
-        sliding = [] if raw["layer_types"] else [(layer + 1) % pattern != 0 for layer in range(count)]
-        windows = read_windows(raw, sliding)
+    windows = windows_but(raw, raw["sliding_window_pattern"])
     still = frozenset(layer for layer, window in enumerate(windows) if window is None)
     return {"qk_norm": "head", "sliding_windows": windows, "unrotated_layers": still}
 
@@ -249,8 +248,7 @@ def _cohere(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cohere2(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Layers without a window have no rotary positions."""
-    count, pattern = raw["num_hidden_layers"], raw["sliding_window_pattern"]
-    windows = read_windows(raw, [(layer + 1) % pattern != 0 for layer in range(count)])
+    count, windows = raw["num_hidden_layers"], windows_but(raw, raw["sliding_window_pattern"])
     rotated = {layer for layer, window in enumerate(windows) if window is not None}
     return {
         **_cohere({**raw, "use_qk_norm": False}),

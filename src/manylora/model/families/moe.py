@@ -9,7 +9,7 @@ from typing import Any
 from manylora.config.blocks import RoutingConfig
 from manylora.config.model import MoeConfig
 from manylora.errors import ConfigError
-from manylora.model.families.common import read_biases, read_windows, refuse
+from manylora.model.families.common import read_biases, read_windows, refuse, windows_but
 from manylora.model.families.family import ModelFamily, TensorNames
 from manylora.model.families.llama import GRANITE, MISTRAL, PLAIN, read_granite
 
@@ -145,7 +145,7 @@ def _gpt_oss(raw: Mapping[str, Any]) -> dict[str, Any]:
         **read_biases(raw),
         "norm": "rms_wide",
         "attention_sinks": True,
-        "sliding_windows": read_windows(raw, [layer % 2 == 0 for layer in range(raw["num_hidden_layers"])]),
+        "sliding_windows": windows_but(raw, 2),
         "moe": replace(moe, biased=True, interleaved=True, swiglu=swiglu),
     }
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from manylora.checkpoints.gguf.folder import linked_files
+from manylora.checkpoints.gguf.config import linked_files
 from manylora.config.hub import is_hub_id, local_adapter, local_model
 from manylora.doors.cli.chat import ask_server
 from manylora.errors import ConfigError, ManyloraError, RequestError
@@ -194,7 +194,7 @@ def _by_llm(
 ) -> Served:
     """All adapters together, in this process. Raises ConfigError, RequestError."""
     from manylora.doors.python.llm import LLM
-    from manylora.doors.python.lora import LoRARequest
+    from manylora.doors.python.llm_args import LoRARequest
     from manylora.generation.sampling import SamplingParams
     from manylora.kernels.device import open_device
     from manylora.model.weights import compute_dtype

@@ -196,6 +196,7 @@ def test_a_key_that_does_not_fit_is_named(key: str, model: Path, adapter: Path, 
     more = {key: torch.zeros(4, 64), key.replace("lora_A", "lora_B"): torch.zeros(32, 4)}
     save_file(load_file(adapter / WEIGHTS) | more, broken / WEIGHTS)
     named = "shared_expert" if "shared" in key else key.partition(".lora")[0]
+    named = "moe_h_to_4h of layer 0 has 4 experts" if "experts.3" in key else named
     with pytest.raises(AdapterInvalidError, match=named):
         open_store(read_model_config(model)).prepare(read(broken, model))
 

@@ -37,7 +37,7 @@ class BaseModel:
 class AdapterReport:
     """The facts about an adapter, as far as they were found before `problem`. None: unknown."""
 
-    kind: str | None = None  # npy, peft, nemo, llgtrt
+    kind: str | None = None  # as of `Source`
     source: Path | None = None
     form: str | None = None  # PEFT type: LORA, LOHA and so on
     dtype: str | None = None  # the source's
@@ -66,7 +66,7 @@ def inspect_adapter(
     try:
         source = find_source(path)
         report.kind, report.source = source.kind, source.path
-        if source.kind == "peft":
+        if source.in_peft:
             report.form = form_of(read_settings(source.path))
         notes = list[str]()
         options = ReadOptions(allow_bin=allow_bin, text_only=text_only, shared=False, tell=notes.append)
@@ -92,7 +92,7 @@ def _read(report: AdapterReport, source: Source, base: BaseModel | None, options
     if base is not None and options.modules is not None:
         half = base.config.dtype == "float16"
         rules = AdapterRules(options.modules, base.config.num_layers, base.cache.rank_limit, half)
-    if source.kind in ("peft", "nemo"):
+    if source.has_rows:
         found = read_whole(source, options)
         adapter = adapter_from_rows(found.rows, extras=found.extras)
         rows = [[row.module_id, row.layer, row.format.rank, row.format.dora] for row in adapter.rows]

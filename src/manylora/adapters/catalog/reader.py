@@ -26,13 +26,12 @@ from manylora.kernels.loading import can_read
 
 logger = logging.getLogger("manylora")
 
-SOURCES_WITH_ROWS = ("peft", "nemo")  # formats whose files give the size of each row
 MAX_KNOWN = 8192  # folders with a known digest; beyond it the oldest are forgotten
 
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """kind: peft, nemo, npy or llgtrt. dtype: of the values as read. rank: the largest of any row. num_bytes:
+    """kind: as of `Source`. dtype: of the values as read. rank: the largest of any row. num_bytes:
     of all values. notes: warnings. labels: of its classification head; 0: none.
     """
 
@@ -124,7 +123,7 @@ class AdapterReader:
         has_manifest = known is None and is_folder(path) and self._check_manifest(path)
         notes: list[str] = []
         rows, digest = None, known.digest if known else None
-        if source.kind in SOURCES_WITH_ROWS:
+        if source.has_rows:
             found = read_whole(source, replace(self._options, digest=digest is None, tell=notes.append))
             adapter, rows = self._rules.check_rows(found.rows, found.extras, digest), found.stored
         else:

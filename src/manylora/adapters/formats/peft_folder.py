@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.adapters.extras import take_invocation
-from manylora.adapters.formats import one_line
+from manylora.adapters.formats import mlx, one_line
 from manylora.adapters.formats.base_weights import BaseReader
 from manylora.adapters.formats.peft import names
 from manylora.adapters.formats.peft.extras import ExtraReader
@@ -38,6 +38,7 @@ from manylora.adapters.formats.pickled import read_pickled
 from manylora.adapters.formats.read_options import DEFAULT, ReadOptions
 from manylora.adapters.formats.safe_files import OpenFile, is_plain
 from manylora.adapters.formats.tensor_files import RawTensor, header_of, read_safetensors, tensors_of
+from manylora.adapters.formats.trainers import in_peft_form, is_foreign
 from manylora.adapters.number_types import BY_SAFETENSORS, NumberType
 from manylora.adapters.tensors import AdapterContent, AdapterRow
 from manylora.errors import AdapterInvalidError
@@ -52,6 +53,7 @@ OWN_NAME = re.compile(r"(?:\.modules_to_save)?\.default(?=(?:\.weight|\.bias)?$)
 # Of a module that is saved whole: with bias "all" PEFT also saves its own copy and the base's, and passes
 # over both when it loads the adapter.
 COPY = re.compile(r"\.(?:modules_to_save|original_module)(?=\.(?:weight|bias)$)")
+UNEMBED = re.compile(r"(?:model\.)?unembed_tokens(?=\.lora_)")  # what Tinker calls the head
 LOW_RANK = re.compile(r"\.lora_[AB]\.")  # in the names of what PEFT applies to some tokens only
 IN_LAYER = re.compile(r".*?\.(\d{1,6})\.")
 NO_ROW = (
@@ -159,13 +161,15 @@ def peft_tensors(
         tensors = tensors_of(file, options.bounds)
     elif is_plain(path):
         tensors = read_safetensors(path, options.bounds)
+    elif is_plain(folder / mlx.WEIGHTS):
+        tensors = read_safetensors(folder / mlx.WEIGHTS, options.bounds)
     else:
         tensors = _pickled_tensors(folder, options)
     found: dict[str, RawTensor] = {}
     for key, tensor in tensors.items():
         if COPY.search(key) and COPY.sub("", key) in tensors:
             continue
-        name = OWN_NAME.sub("", key)
+        name = UNEMBED.sub(names.HEADS[0], OWN_NAME.sub("", key))
         if name in found or (name != key and name in tensors):
             raise AdapterInvalidError(f"{key} and {name} mean the same tensor")
         found[name] = tensor
@@ -208,6 +212,10 @@ def _read_form(
         check_peft_type(settings)  # before files are looked for that this type may not have
     check_keys(settings, options.tell)
     tensors = peft_tensors(folder, options, file)
+    if mlx.KIND in settings or is_foreign(tensors):
+        options.bounds.check_elements(sum(math.prod(tensor.shape) for tensor in tensors.values()))
+        tensors = mlx.tensors_in_peft(tensors, base) if mlx.KIND in settings else tensors
+        settings, tensors = in_peft_form(settings, tensors, options)
     files = PeftFiles(settings, tensors, options, base)
     form = LoraForm(config_of(settings), tensors) if plain else convert(files)
     config, found = form.config, _without_unused(form.tensors, options)
@@ -280,7 +288,8 @@ def _check_default_targets(settings: Mapping[str, Any], keys: Iterable[str], mod
     file that has such modules. model_type: in the base's config.json."""
     known = (listed.split() for listed, types in DEFAULT_TARGETS.items() if model_type in types.split())
     targets = next(known, None)
-    if targets is None or settings.get("target_modules") is not None or settings.get("target_parameters"):
+    named = settings.get("target_modules") is not None or settings.get("target_parameters")
+    if targets is None or named or "peft_type" not in settings:  # Tinker's has neither
         return
     if others := sorted(path for path in _paths(keys) if not _is_named(path, targets)):
         raise AdapterInvalidError(

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from manylora.adapters.extras import take_invocation
-from manylora.adapters.formats import npy, one_line
+from manylora.adapters.formats import mlx, npy, one_line
 from manylora.adapters.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nemo
 from manylora.adapters.formats.npy import is_llgtrt, read_llgtrt, read_npy, read_npy_invocation
 from manylora.adapters.formats.peft.settings import CONFIG, is_one_file
-from manylora.adapters.formats.peft_folder import peft_tensors, read_peft, read_peft_whole
+from manylora.adapters.formats.peft_folder import WEIGHTS, peft_tensors, read_peft, read_peft_whole
 from manylora.adapters.formats.read_options import DEFAULT, ReadOptions
 from manylora.adapters.formats.safe_files import is_plain, list_files
 from manylora.adapters.number_types import BY_DTYPE, BY_SAFETENSORS, to_bfloat16
@@ -24,11 +24,21 @@ from manylora.request import LoraExtra, LoraInput
 
 @dataclass(frozen=True)
 class Source:
-    """kind: npy, peft, nemo or llgtrt. path: a folder for npy and peft, a file for the others, and for a PEFT
-    adapter in a single file."""
+    """kind: npy, peft, mlx, nemo or llgtrt. path: a folder for npy, peft and mlx, a file for the others, and
+    for a PEFT adapter in a single file."""
 
     kind: str
     path: Path
+
+    @property
+    def in_peft(self) -> bool:
+        """Whether it is read in PEFT's words."""
+        return self.kind in ("peft", "mlx")
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its files give the size of each row."""
+        return self.in_peft or self.kind == "nemo"
 
 
 def find_source(path: Path) -> Source:
@@ -51,9 +61,11 @@ def find_source(path: Path) -> Source:
         if not path.is_dir():
             reason = "is neither a file nor a directory" if path.exists() else "does not exist"
             raise AdapterInvalidError(f"{path.name} {reason}")
-        for kind, file in (("npy", npy.WEIGHTS), ("peft", CONFIG)):
-            if is_plain(path / file):
-                return Source(kind, path)
+        if is_plain(path / npy.WEIGHTS):
+            return Source("npy", path)
+        if is_plain(path / CONFIG):
+            is_mlx = is_plain(path / mlx.WEIGHTS) and not is_plain(path / WEIGHTS)
+            return Source("mlx" if is_mlx else "peft", path)
         if list_files(path, ".nemo"):
             return Source("nemo", find_nemo(path))
         found = [file for file in list_files(path, ".safetensors") if is_llgtrt(file)]
@@ -79,7 +91,7 @@ def read_source(
     reads.
     """
     path, bounds = source.path, options.bounds
-    if source.kind == "peft":
+    if source.in_peft:
         return pack_rows(read_peft(path, None, options, invocation))
     if source.kind == "nemo":
         return pack_rows(read_nemo(path, options))
@@ -94,7 +106,7 @@ def read_source(
 
 def read_lora(source: Source, task_id: int, options: ReadOptions = DEFAULT) -> LoraInput:
     """A whole adapter, with extras, as a request in this process carries it. Otherwise like `read_source`."""
-    if source.kind != "peft":
+    if not source.in_peft:
         invocation: list[int] = []
         tensors = read_source(source, options, invocation)
         extras = (LoraExtra.invocation(invocation),) if invocation else ()
@@ -104,8 +116,8 @@ def read_lora(source: Source, task_id: int, options: ReadOptions = DEFAULT) -> L
 
 
 def read_whole(source: Source, options: ReadOptions = DEFAULT) -> AdapterContent:
-    """Reads PEFT and NeMo, whose files give the size of each row. Raises AdapterInvalidError."""
-    if source.kind == "peft":
+    """Reads PEFT, mlx-lm and NeMo, whose files give the size of each row. Raises AdapterInvalidError."""
+    if source.in_peft:
         return read_peft_whole(source.path, options)
     return AdapterContent(read_nemo(source.path, options), [])
 

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,26 @@ class RawTensor:
         read = bytearray(min(size, self.size - start))
         self.file.read_into(self.offset + start, read)
         return read
+
+    def pieces(self) -> list[RawTensor]:
+        """Each of the first dimension by itself. Nothing is read."""
+        count, shape = self.shape[0], self.shape[1:]
+        size = self.nbytes // count
+        if self.file is not None:
+            starts = range(self.offset, self.offset + count * size, size or 1)
+            return [replace(self, shape=shape, offset=start, size=size) for start in starts]
+        held = memoryview(self.held).cast("B")
+        return [replace(self, shape=shape, held=held[n * size : (n + 1) * size]) for n in range(count)]
+
+    @property
+    def nbytes(self) -> int:
+        return self.size if self.file is not None else memoryview(self.held).nbytes
+
+    def turned(self, key: str) -> RawTensor:
+        """With the last two dimensions swapped, in memory. Raises AdapterInvalidError."""
+        bits = np.frombuffer(self.data, f"u{check_type(key, self).itemsize}").reshape(self.shape)
+        bits = np.ascontiguousarray(bits.swapaxes(-1, -2))
+        return RawTensor(self.dtype, bits.shape, bits)
 
     def fill(self, key: str, target: np.ndarray, scale: float = 1.0) -> None:
         """Write the values times scale as float32 into a contiguous target of the same size, without another

@@ -258,7 +258,7 @@ def _modules_of(folder: Path, nemo: bool, options: ReadOptions) -> set[str]:
             raise ValueError(f"{config} does not exist")
         if not config.is_file():
             raise ValueError(f"{config} is not a file")
-        if not any(folder.glob("adapter_model.*")):
+        if not any((*folder.glob("adapter_model.*"), *folder.glob("adapters.safetensors"))):
             raise ValueError(f"adapter_model file does not exist in {folder}")
     try:
         source = find_source(folder)

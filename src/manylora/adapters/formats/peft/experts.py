@@ -73,14 +73,10 @@ class ExpertReader:
                 raise AdapterInvalidError(f"{key}: DoRA with MoE is not supported")
             layer, path = int(match["layer"]), match["path"]
             if match["stacked"] is not None:
-                if not self.modules and IN_TURN.search(self.config.base):
-                    raise AdapterInvalidError(
-                        f"{key}: in which order the rows of gate and up are depends on the base model, which "
-                        "is not known here: name its directory (--base)"
-                    )
+                check_order_known(key, self.config.base, self.modules)
                 matrices = stacked[layer].setdefault(path, {})
             else:
-                if down is not None and down.interleaved != (match["list"] is not None):
+                if down is not None and match["list"] is not None and not down.interleaved:
                     raise AdapterInvalidError(
                         f"{path}: this model's experts are not called so; the adapter is for another"
                     )
@@ -128,10 +124,12 @@ class ExpertReader:
         down = self._of_one(names.DOWN)
         for name, path in self._names({path: (a.shape[1], len(b)) for path, (a, b) in pairs.items()}).items():
             a, b = pairs[path]
-            turned = down is not None and down.transposed and (a.shape[1], len(b)) in _turned_sizes(down)
+            turned = down is not None and (a.shape[1], len(b)) in self._turned(down)
             own = "weight" if path.endswith(tuple(names.EXPERT_PARAMETERS)) else name
             parameter = f"{path.removesuffix('.base_layer')}.{own}"
             rank = self.config.rank(parameter)
+            if self.config.moe_rank_scaling and down is not None:
+                rank = len(a) // self.modules[names.DOWN].experts or rank
             count, rest = divmod(len(a), rank)
             if rest or count == 0 or b.shape[1] != len(a):
                 raise AdapterInvalidError(
@@ -175,8 +173,7 @@ class ExpertReader:
             wanted = {(hidden, 2 * inner): "gate_up_proj", (inner, hidden): "down_proj"}
             if self._is_ungated:
                 wanted = {(hidden, inner): "up_proj", (inner, hidden): "down_proj"}
-            if down.transposed:
-                wanted |= _turned_sizes(down)
+            wanted |= self._turned(down)
             found = {wanted.get(size): path for path, size in sizes.items()}
         elif len(sizes) == 2:
             (one, (one_in, one_out)), (two, (two_in, two_out)) = sizes.items()
@@ -197,6 +194,14 @@ class ExpertReader:
                 f"down_proj of {'this' if self.modules else 'any'} model's experts"
             )
         return {name: path for name, path in found.items() if name}
+
+    def _turned(self, down: LoraModule) -> dict[tuple[int, int], str]:
+        """What a wrapper adapts whose A and B have swapped dimensions, by these. PEFT swaps those of matrices
+        [in, out], and its first versions those of all others, as NeMo AutoModel does."""
+        inner, hidden = down.in_dim, down.out_dim
+        usual = [] if down.transposed else [(hidden, 2 * inner), (inner, hidden)]
+        turned = {(2 * inner, hidden): "gate_up_proj", (hidden, inner): "down_proj"}
+        return {} if self._is_ungated else {size: name for size, name in turned.items() if size not in usual}
 
     @property
     def _is_ungated(self) -> bool:
@@ -230,18 +235,21 @@ class ExpertReader:
         return AdapterRow(module_id, layer, row, payload)
 
 
-def _turned_sizes(down: LoraModule) -> dict[tuple[int, int], str]:
-    """PEFT treats a matrix [in, out] like one of [out, in], so that A and B have swapped dimensions. Its
-    first versions did not do so. The dimensions show which version wrote an adapter."""
-    inner, hidden = down.in_dim, down.out_dim
-    return {(2 * inner, hidden): "gate_up_proj", (hidden, inner): "down_proj"}
-
-
 def _both(where: str, matrices: Matrices) -> tuple[np.ndarray, np.ndarray]:
     for side in "AB":
         if side not in matrices:
             raise AdapterInvalidError(f"{where} is missing its lora_{side} matrix")
     return matrices["A"], matrices["B"]
+
+
+def check_order_known(key: str, base: str, modules: Mapping[int, LoraModule]) -> None:
+    """base: what the trainer calls it. Raises AdapterInvalidError if rows of gate and up in one matrix may or
+    may not be in turn."""
+    if not modules and IN_TURN.search(base):
+        raise AdapterInvalidError(
+            f"{key}: in which order the rows of gate and up are depends on the base model, which "
+            "is not known here: name its directory (--base)"
+        )
 
 
 def check_scale(where: str, scale: float) -> None:

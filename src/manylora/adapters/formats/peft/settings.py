@@ -11,6 +11,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from manylora.adapters.bounds import ANY_MODEL, Bounds
 from manylora.adapters.extras import check_invocation
-from manylora.adapters.formats import one_line
+from manylora.adapters.formats import mlx, one_line
 from manylora.adapters.formats.safe_files import OpenFile, is_plain, read_small
 from manylora.adapters.formats.tensor_files import read_metadata
 from manylora.errors import AdapterInvalidError
@@ -28,6 +29,8 @@ MAX_BYTES = 2**21
 EMBEDDED = "adapter_config"
 """Key of a safetensors file's metadata that has the text of adapter_config.json: such a file is an adapter of
 its own."""
+AUTOMODEL, SCALED = "automodel_peft_config.json", "moe_rank_scaling"
+"""NeMo AutoModel's file beside it, and its word for experts of a smaller rank than `r`."""
 LOOKED_AT = 2**16  # bytes of a header, in which the key must be
 NORMALIZED = "dora_normalized"
 """Key that tools/normalize_dora.py sets: the magnitudes are divided by the row norms already."""
@@ -47,8 +50,8 @@ ALONE = ("use_dora", "target_parameters", *WRITTEN_OUT)  # settings that do not 
 
 
 def read_settings(folder: Path, bounds: Bounds = ANY_MODEL) -> dict[str, Any]:
-    """adapter_config.json of an adapter of any PEFT type. folder: or a file with it in its metadata. Raises
-    AdapterInvalidError."""
+    """adapter_config.json of an adapter of any PEFT type, that of mlx-lm in PEFT's words. folder: or a file
+    with it in its metadata. Raises AdapterInvalidError."""
     path = folder / CONFIG
     try:
         if is_plain(folder):
@@ -64,7 +67,11 @@ def read_settings(folder: Path, bounds: Bounds = ANY_MODEL) -> dict[str, Any]:
         raise AdapterInvalidError(f"{CONFIG} is not readable JSON: {one_line(error)}") from error
     if not isinstance(settings, dict):
         raise AdapterInvalidError(f"{CONFIG} must be an object of JSON")
-    return settings
+    if settings.get("target_parameters") and is_plain(folder / AUTOMODEL):
+        with suppress(OSError, ValueError, RecursionError):
+            more = json.loads(read_small(folder / AUTOMODEL, bounds, MAX_BYTES))
+            settings[SCALED] = isinstance(more, dict) and more.get(SCALED) is True
+    return mlx.settings_in_peft(settings) if mlx.SETTINGS in settings or mlx.KIND in settings else settings
 
 
 def is_one_file(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
@@ -189,6 +196,7 @@ class PeftConfig:
     token_indices: trainable_token_indices by module; those of a plain list have an empty name and mean the
     input embedding. base: the trainer's name of the base model. folded: B already contains the scaling.
     invocation: the adapter acts from the last of these token ids in the prompt on; empty: on every token.
+    moe_rank_scaling: stacked experts have another rank than the settings', the same in each.
     """
 
     alpha: float
@@ -205,6 +213,7 @@ class PeftConfig:
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     base: str = ""
     folded: bool = False
+    moe_rank_scaling: bool = False
     invocation: tuple[int, ...] = ()
 
     @cached_property
@@ -284,7 +293,7 @@ def config_of(settings: Mapping[str, Any]) -> PeftConfig:
                 f"{CONFIG}: trainable_token_indices must be a list of different token ids, or map modules to "
                 "such lists"
             )
-    flags = ("use_rslora", "use_dora", "dora_normalized", "fan_in_fan_out", "ensure_weight_tying")
+    flags = ("use_rslora", "use_dora", "dora_normalized", "fan_in_fan_out", "ensure_weight_tying", SCALED)
     return PeftConfig(
         _finite(settings.get("lora_alpha"), "lora_alpha"),
         alphas,
@@ -353,8 +362,9 @@ SETTING_TYPES: list[tuple[str, Callable[[Any], bool], str]] = [
         "true or false",
         lambda value: type(value) is bool,
         "apply_GS block_share coft decompose_both dora_normalized ensure_weight_tying fan_in_fan_out "
-        "lora_bias para prefix_projection sample_at_inference save_indices save_only_topk_weights "
-        "save_projection use_cayley_neumann use_dora use_effective_conv2d use_qalora use_rslora",
+        "lora_bias moe_rank_scaling para prefix_projection sample_at_inference save_indices "
+        "save_only_topk_weights save_projection use_cayley_neumann use_dora use_effective_conv2d use_qalora "
+        "use_rslora",
     ),
     (
         f"a count, an integer from 0 to {LARGEST_COUNT - 1}",
@@ -397,7 +407,8 @@ MODULE_SETTING_TYPES: list[tuple[str, Callable[[Any], bool], str]] = [
 OTHER_SETTINGS = """
 adapter_layers adapter_len alora_invocation_tokens auto_mapping beta1 beta2 block_size block_size_pattern
 boft_dropout boft_n_butterfly_factor cpt_mask cpt_token_ids cpt_tokens_type_mask d_initial decompose_factor
-deft_dropout deltaT enable_lora encoder_dropout encoder_reparameterization_type generator_seed gralora_dropout
+deft_dropout deltaT enable_lora encoder_dropout encoder_reparameterization_type fine_tune_type generator_seed
+gralora_dropout
 inference_mode init_ia3_weights init_logits_std init_lora_weights init_scale init_theta_d_bound init_v_bound
 init_vector_bank_bound init_weights lambda_pattern layer_replication lora_dtype megatron_config megatron_core
 merge_weights miss_dropout module_dropout opt_loss_decay_factor opt_projection_epsilon

@@ -1,0 +1,214 @@
+"""Protects adapters of other trainers than PEFT: each answers as the same adapter in transformers + PEFT,
+with the same tokens and log probabilities, through `LLM`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import tokens
+from safetensors.torch import load_file, save_file
+from tiny_models import make_adapter, make_model, reference_logits
+from torch import Tensor
+
+from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora.adapters.report import inspect_adapter
+from manylora.doors.cli.convert import main as convert
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+DENSE = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+WEIGHTS = "adapter_model.safetensors"
+PROMPT, NEW, RANK = tokens(11), 5, 4
+Tensors = dict[str, Tensor]
+Write = Callable[[Path, Path], None]  # the folder of a PEFT adapter, and where the same goes
+
+
+def settings_of(adapter: Path) -> dict[str, Any]:
+    return json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+
+
+def write(path: Path, found: Tensors, settings: dict[str, Any], name: str = WEIGHTS) -> None:
+    path.mkdir()
+    save_file({key: value.clone().contiguous() for key, value in found.items()}, path / name)
+    (path / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def apart(adapter: Path) -> tuple[Tensors, Tensors]:
+    """The tensors of an adapter without those of experts, and these by `HEAD.experts.NAME.A` or B, each
+    [experts, r, in] or [experts, out, r]. Gate and up are apart, too."""
+    others: Tensors = {}
+    stacks: Tensors = {}
+    for key, value in load_file(adapter / WEIGHTS).items():
+        head, experts, tail = key.partition(".experts.")
+        if not experts:
+            others |= {key: value} if ".lora_" in key else {}
+        elif "lora_A" in tail:
+            each = value.unflatten(0, (-1, RANK))
+            for name in ("gate_proj", "up_proj") if "base_layer" in tail else ("down_proj",):
+                stacks[f"{head}.experts.{name}.A"] = each
+        else:
+            each = value.unflatten(1, (RANK, -1)).permute(2, 0, 1)
+            halves = each.chunk(2, dim=1) if "gpt" not in str(adapter) else (each[:, ::2], each[:, 1::2])
+            parts = (
+                {"gate_proj": halves[0], "up_proj": halves[1]}
+                if "base_layer" in tail
+                else {"down_proj": each}
+            )
+            stacks |= {f"{head}.experts.{name}.B": part for name, part in parts.items()}
+    return others, stacks
+
+
+def mlx(adapter: Path, path: Path) -> None:
+    settings = settings_of(adapter)
+    found, stacks = apart(adapter)
+    ends = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitude_vector": "m"}
+    made: Tensors = {}
+    for key, value in found.items():
+        name, _, end = key.removeprefix("base_model.model.").partition(".lora_")
+        made[f"{name}.{ends[f'lora_{end}']}"] = value.T if value.ndim == 2 else value
+    for key, value in stacks.items():
+        name, side = key.removeprefix("base_model.model.").rsplit(".", 1)
+        made[f"{name.replace('.experts.', '.switch_mlp.')}.lora_{side.lower()}"] = value
+    scale = settings["lora_alpha"] / settings["r"]
+    parameters = {"rank": settings["r"], "scale": scale, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    kind = "dora" if settings["use_dora"] else "lora"
+    more = {"fine_tune_type": kind, "num_layers": 16, "model": "org/base", "optimizer_config": {"adam": {}}}
+    write(path, made, {"lora_parameters": parameters, **more}, "adapters.safetensors")
+
+
+def tinker(adapter: Path, path: Path) -> None:
+    found, stacks = apart(adapter)
+    made = {
+        key.replace("model.lm_head", "model.model.unembed_tokens").replace(".self_attn.", ".attn."): value
+        for key, value in found.items()
+    }
+    short = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for key, value in stacks.items():
+        head, name, side = key.rsplit(".", 2)
+        shared = value[:1] if (value == value[:1]).all() else value
+        made[f"{head}.{short[name]}.lora_{side}.weight"] = shared
+    write(path, made, {name: settings_of(adapter)[name] for name in ("lora_alpha", "r")})
+
+
+def megatron_bridge(adapter: Path, path: Path) -> None:
+    made, stacks = apart(adapter)
+    for key, value in stacks.items():
+        head, name, side = key.rsplit(".", 2)
+        if (value == value[:1]).all():
+            made[f"{head}.{name}.lora_{side}.weight"] = value[:1]
+        else:
+            made |= {f"{head}.{n}.{name}.lora_{side}.weight": one.clone() for n, one in enumerate(value)}
+    names = ["down_proj", "gate_proj", *ATTENTION, "up_proj"]
+    write(path, made, {**settings_of(adapter), "target_parameters": None, "target_modules": names})
+
+
+def megatron_bridge_3d(adapter: Path, path: Path) -> None:
+    made = load_file(adapter / WEIGHTS)
+    for key, value in made.items():
+        if ".experts." in key:
+            made[key] = value.unflatten(0, (-1, RANK)) if "lora_A" in key else value.unflatten(1, (RANK, -1))
+    write(path, made, settings_of(adapter))
+
+
+def automodel(adapter: Path, path: Path) -> None:
+    made, stacks = apart(adapter)
+    for key in stacks:
+        head, name, side = key.rsplit(".", 2)
+        value = stacks[key].mT
+        if name == "gate_proj":
+            other = stacks[key.replace("gate_proj", "up_proj")].mT
+            made[f"{head}.lora_gate_and_up_{side}"] = (
+                value if side == "A" else torch.cat((value, other), dim=2)
+            )
+        elif name == "down_proj":
+            made[f"{head}.lora_down_{side}"] = value
+    write(path, made, {**settings_of(adapter), "target_parameters": None})
+
+
+def automodel_scaled(adapter: Path, path: Path) -> None:
+    """Packed as PEFT does, with A and B of a transposed matrix, and without the experts' own rank."""
+    made, stacks = apart(adapter)
+    for key, value in stacks.items():
+        head, name, side = key.rsplit(".", 2)
+        wrapper = head if name == "down_proj" else f"{head}.base_layer"
+        if name == "gate_proj" and side == "B":
+            value = torch.cat((value, stacks[key.replace("gate_proj", "up_proj")]), dim=1)
+        if name != "up_proj" and side == "A":
+            made[f"{wrapper}.lora_B.weight"] = value.permute(2, 1, 0).flatten(1)
+        elif name != "up_proj":
+            made[f"{wrapper}.lora_A.weight"] = value.mT.flatten(0, 1)
+    write(path, made, {**settings_of(adapter), "r": 2 * RANK, "rank_pattern": {}})
+    (path / "automodel_peft_config.json").write_text('{"moe_rank_scaling": true}', encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("formats")
+
+
+def check(llm: LLM, model: Path, pairs: dict[Path, Path]) -> None:
+    """Each adapter answers as the one of PEFT beside it, all in one batch."""
+    asked = [LoRARequest(path.name, number, str(path)) for number, path in enumerate(pairs, 1)]
+    params = SamplingParams(max_tokens=NEW, logprobs=1, ignore_eos=True)
+    outputs = llm.generate([PROMPT] * len(asked), params, asked, False)
+    assert isinstance(outputs, list)
+    for (path, peft), output in zip(pairs.items(), outputs, strict=True):
+        made = output.outputs[0]
+        expected = reference_logits(model, peft, [*PROMPT, *made.token_ids])[len(PROMPT) - 1 : -1]
+        assert made.token_ids == expected.argmax(-1).tolist(), path.name
+        found = [one[token].logprob for one, token in zip(made.logprobs, made.token_ids, strict=True)]
+        wanted = expected.log_softmax(-1).gather(1, torch.tensor(made.token_ids)[:, None]).flatten()
+        assert torch.allclose(torch.tensor(found), wanted, atol=1e-4), path.name
+
+
+def test_dense_models(folder: Path) -> None:
+    model = make_model(folder / "llama", "llama", seed=4)
+    pairs = {}
+    for seed, (name, options) in enumerate({"lora": {}, "dora": {"use_dora": True}}.items()):
+        peft = make_adapter(folder / name, model, seed, 6, DENSE, alpha=9, **options)
+        mlx(peft, folder / f"mlx-{name}")
+        pairs[folder / f"mlx-{name}"] = peft
+    with LLM(model, device="cpu", lora_config=LoraConfig(max_lora_rank=16)) as llm:
+        check(llm, model, pairs)
+    assert inspect_adapter(folder / "mlx-lora").kind == "mlx"
+    assert convert(["-i", str(folder / "mlx-lora"), "-o", str(folder / "converted"), "--to", "npy"]) == 0
+
+
+def test_mixtures_of_experts(folder: Path) -> None:
+    model = make_model(folder / "moe", "qwen3-moe", seed=3)
+    modules = (*ATTENTION, "lm_head")
+    plain = make_adapter(folder / "plain", model, 1, RANK, modules, 7, target_parameters=EXPERTS)
+    outer = make_adapter(folder / "outer", model, 2, RANK, ATTENTION, 7, target_parameters=EXPERTS)
+    found = load_file(outer / WEIGHTS)
+    for key, value in found.items():  # gate and up have one A for all experts, down has one B
+        if "experts.base_layer.lora_A" in key:
+            found[key] = value[:RANK].repeat(len(value) // RANK, 1)
+        elif "experts.lora_B" in key:
+            found[key] = value[:, :RANK].repeat_interleave(value.shape[1] // RANK, 1).contiguous()
+    save_file(found, outer / WEIGHTS)
+    ranks = {r".*\.experts\.(gate_up|down)_proj": RANK}
+    scaled = {"target_parameters": EXPERTS, "rank_pattern": ranks}
+    scaled_peft = make_adapter(folder / "scaled", model, 3, 2 * RANK, ATTENTION, 7, **scaled)
+    writers: list[tuple[Write, Path]] = [
+        (mlx, plain), (tinker, plain), (automodel, plain), (tinker, outer), (megatron_bridge, outer),
+        (megatron_bridge_3d, outer), (automodel_scaled, scaled_peft),
+    ]  # fmt: skip
+    pairs = {}
+    for writer, peft in writers:
+        pairs[folder / f"{writer.__name__}-{peft.name}"] = peft
+        writer(peft, folder / f"{writer.__name__}-{peft.name}")
+    with LLM(model, device="cpu", lora_config=LoraConfig(max_lora_rank=16)) as llm:
+        check(llm, model, pairs)
+
+
+def test_experts_whose_rows_are_in_turn(folder: Path) -> None:
+    model = make_model(folder / "gpt", "gpt-oss", seed=6)
+    peft = make_adapter(folder / "gpt-plain", model, 1, RANK, ATTENTION, 7, target_parameters=EXPERTS)
+    tinker(peft, folder / "tinker-gpt")
+    with LLM(model, device="cpu", lora_config=LoraConfig(max_lora_rank=16)) as llm:
+        check(llm, model, {folder / "tinker-gpt": peft})

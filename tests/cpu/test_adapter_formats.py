@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from running import tokens
@@ -146,6 +147,37 @@ def automodel_scaled(adapter: Path, path: Path) -> None:
     (path / "automodel_peft_config.json").write_text('{"moe_rank_scaling": true}', encoding="utf-8")
 
 
+GGUF = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def llama_cpp(adapter: Path, path: Path, heads: dict[str, int] | None = None, kind: str = "qwen3moe") -> None:
+    """heads: whose rows its converter reorders. Compared with files of convert_lora_to_gguf.py itself."""
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, settings_of(adapter)["lora_alpha"])
+    found, stacks = apart(adapter)
+    for key, value in {**found, **stacks}.items():
+        name = key.partition(".layers.")[2].replace("mlp.", "").replace("experts.", "")
+        layer, _, name = name.partition(".")
+        side = "lora_a" if "lora_A" in name or name.endswith(".A") else "lora_b"
+        name = name.partition(".lora_")[0].removesuffix(".A").removesuffix(".B")
+        if side == "lora_b" and heads and name in heads:
+            value = value.reshape(heads[name], 2, -1, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
+        own = GGUF[name] + "_exps" * (".experts." in key)
+        writer.add_tensor(f"blk.{layer}.{own}.weight.{side}", value.contiguous().numpy())
+    for write_part in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+    ):
+        write_part()
+    writer.close()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield tmp_path_factory.mktemp("formats")
@@ -173,8 +205,13 @@ def test_dense_models(folder: Path) -> None:
         peft = make_adapter(folder / name, model, seed, 6, DENSE, alpha=9, **options)
         mlx(peft, folder / f"mlx-{name}")
         pairs[folder / f"mlx-{name}"] = peft
+    heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}
+    llama_cpp(folder / "lora", folder / "one.gguf", heads, "llama")
+    pairs[folder / "one.gguf"] = folder / "lora"
     with LLM(model, device="cpu", lora_config=LoraConfig(max_lora_rank=16)) as llm:
         check(llm, model, pairs)
+    report = inspect_adapter(folder / "one.gguf")
+    assert report.kind == "gguf" and report.problem is not None and "(--base)" in report.problem
     assert inspect_adapter(folder / "mlx-lora").kind == "mlx"
     assert convert(["-i", str(folder / "mlx-lora"), "-o", str(folder / "converted"), "--to", "npy"]) == 0
 
@@ -198,7 +235,13 @@ def test_mixtures_of_experts(folder: Path) -> None:
         (mlx, plain), (tinker, plain), (automodel, plain), (tinker, outer), (megatron_bridge, outer),
         (megatron_bridge_3d, outer), (automodel_scaled, scaled_peft),
     ]  # fmt: skip
-    pairs = {}
+    llama_cpp(
+        plain_experts := make_adapter(
+            folder / "exps", model, 4, RANK, ATTENTION, 7, target_parameters=EXPERTS
+        ),
+        folder / "exps.gguf",
+    )
+    pairs = {folder / "exps.gguf": plain_experts}
     for writer, peft in writers:
         pairs[folder / f"{writer.__name__}-{peft.name}"] = peft
         writer(peft, folder / f"{writer.__name__}-{peft.name}")

@@ -26,7 +26,10 @@ ID = re.compile(r"(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?:@([\w./-]{1,200}))?", re.ASC
 HUB = "hf://"  # before an id that is not to be taken for a path
 COMMIT = re.compile(r"[0-9a-f]{40}\b")
 MODEL_FILES = ("*.json", "*.jinja", "*.safetensors")
-ADAPTER_FILES = ("*.json", "*.jinja", "adapter_model*.safetensors", "*.npy")
+ADAPTER_FILES = (
+    "*.json", "*.jinja", "adapter_model*.safetensors", "adapters.safetensors", "*[lL]o[rR][aA]*.gguf",
+    "*.npy",
+)  # fmt: skip
 # Subfolders hold other formats, except those of sentence-transformers, such as 1_Pooling. consolidated.*
 # holds the same weights again.
 NOT_READ = ("[!0-9]*/*", "[0-9][!_]*/*", "*/*/*", "consolidated*")

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from manylora.adapters.catalog.names import MAX_FOLDERS, is_folder_name, name_problem
+from manylora.adapters.formats.gguf import is_adapter
 from manylora.adapters.formats.npy import is_llgtrt
 from manylora.adapters.formats.peft.settings import is_one_file
 from manylora.adapters.formats.sources import find_source
@@ -21,7 +22,7 @@ from manylora.errors import AdapterInvalidError, ConfigError, printable
 logger = logging.getLogger("manylora")
 
 LOOK_S = 1.0  # files that may have changed are looked at again after this time
-SUFFIXES = ("", ".safetensors", ".nemo")  # of adapters
+SUFFIXES = ("", ".safetensors", ".nemo", ".gguf")  # of adapters
 NO_FOLDERS: Mapping[str, Path] = MappingProxyType({})
 
 Fingerprint = tuple[tuple[str, int, int, int, int, int], ...]
@@ -121,8 +122,7 @@ def find_adapters(
                 yield from at(path, prefix + entry.name, depth, link=entry.is_symlink())
             elif path.suffix in SUFFIXES[1:]:
                 seen = fingerprint(path)
-                is_nemo = path.suffix == ".nemo"
-                if known.get(path) == seen or is_nemo or is_llgtrt(path) or is_one_file(path):
+                if known.get(path) == seen or path.suffix == ".nemo" or _is_one(path):
                     yield prefix + path.stem, Found(path, seen)
 
     def at(path: Path, name: str, depth: int, *, link: bool) -> Iterator[tuple[str, Found]]:
@@ -229,6 +229,10 @@ def _without_dots(path: str | Path) -> Path:
 @cache
 def _report_skipped(name: str, problem: str) -> None:
     logger.warning("lora root: adapter %s is not served: %s", printable(name), problem)
+
+
+def _is_one(path: Path) -> bool:
+    return is_llgtrt(path) or is_one_file(path) or is_adapter(path)
 
 
 def _is_adapter(path: Path) -> bool:

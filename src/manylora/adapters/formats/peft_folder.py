@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.adapters.extras import take_invocation
-from manylora.adapters.formats import mlx, one_line
+from manylora.adapters.formats import gguf, mlx, one_line
 from manylora.adapters.formats.base_weights import BaseReader
 from manylora.adapters.formats.peft import names
 from manylora.adapters.formats.peft.extras import ExtraReader
@@ -157,6 +157,8 @@ def peft_tensors(
     """The tensors by the names under which PEFT saves them, as stored, without those that `options` leaves
     out. folder: or a single file that is an adapter. file: the open file of the weights, if there is one."""
     path = folder if is_plain(folder) else folder / WEIGHTS
+    if path == folder and gguf.is_gguf(folder, options.bounds):
+        return gguf.read_tensors(folder, options.bounds)
     if file is not None:
         tensors = tensors_of(file, options.bounds)
     elif is_plain(path):
@@ -212,8 +214,11 @@ def _read_form(
         check_peft_type(settings)  # before files are looked for that this type may not have
     check_keys(settings, options.tell)
     tensors = peft_tensors(folder, options, file)
-    if mlx.KIND in settings or is_foreign(tensors):
+    is_gguf = gguf.ARCHITECTURE in settings
+    if is_gguf or mlx.KIND in settings or is_foreign(tensors):
         options.bounds.check_elements(sum(math.prod(tensor.shape) for tensor in tensors.values()))
+        if is_gguf:
+            settings, tensors = gguf.in_peft_form(settings, tensors, base, options.tell)
         tensors = mlx.tensors_in_peft(tensors, base) if mlx.KIND in settings else tensors
         settings, tensors = in_peft_form(settings, tensors, options)
     files = PeftFiles(settings, tensors, options, base)

@@ -9,6 +9,7 @@ import numpy as np
 
 from manylora.adapters.extras import take_invocation
 from manylora.adapters.formats import mlx, npy, one_line
+from manylora.adapters.formats.gguf import is_adapter, is_gguf
 from manylora.adapters.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nemo
 from manylora.adapters.formats.npy import is_llgtrt, read_llgtrt, read_npy, read_npy_invocation
 from manylora.adapters.formats.peft.settings import CONFIG, is_one_file
@@ -24,8 +25,8 @@ from manylora.request import LoraExtra, LoraInput
 
 @dataclass(frozen=True)
 class Source:
-    """kind: npy, peft, mlx, nemo or llgtrt. path: a folder for npy, peft and mlx, a file for the others, and
-    for a PEFT adapter in a single file."""
+    """kind: npy, peft, mlx, gguf, nemo or llgtrt. path: a folder for npy, peft and mlx, a file for others,
+    or of PEFT in a single file."""
 
     kind: str
     path: Path
@@ -33,7 +34,7 @@ class Source:
     @property
     def in_peft(self) -> bool:
         """Whether it is read in PEFT's words."""
-        return self.kind in ("peft", "mlx")
+        return self.kind in ("peft", "mlx", "gguf")
 
     @property
     def has_rows(self) -> bool:
@@ -50,6 +51,8 @@ def find_source(path: Path) -> Source:
         if path.is_file():
             if is_llgtrt(path):
                 return Source("llgtrt", path)
+            if is_gguf(path):
+                return Source("gguf", path)
             if path.suffix == ".nemo" or is_tar(path):
                 return Source("nemo", path)
             if is_one_file(path):
@@ -69,12 +72,13 @@ def find_source(path: Path) -> Source:
         if list_files(path, ".nemo"):
             return Source("nemo", find_nemo(path))
         found = [file for file in list_files(path, ".safetensors") if is_llgtrt(file)]
+        found += [file for file in list_files(path, ".gguf") if is_adapter(file)]
     except (OSError, RuntimeError, ValueError) as error:
         raise AdapterInvalidError(f"{path.name[:80]} cannot be read: {one_line(error)}") from error
     if len(found) > 1:
         raise AdapterInvalidError(f"folder {path.name} holds {len(found)} adapters: name one of them")
     if found:
-        return Source("llgtrt", found[0])
+        return Source("gguf" if is_gguf(found[0]) else "llgtrt", found[0])
     raise AdapterInvalidError(
         f"folder {path.name} holds neither model.lora_weights.npy nor a PEFT adapter_config.json, a .nemo "
         "archive or an llgtrt .safetensors file"

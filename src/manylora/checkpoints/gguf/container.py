@@ -7,6 +7,7 @@ The file is untrusted: each count, length and offset is checked before anything 
 from __future__ import annotations
 
 import math
+import os
 import re
 import struct
 from dataclasses import dataclass, replace
@@ -86,9 +87,17 @@ def read_header(path: Path) -> Header:
     """Raises ConfigError that says what is wrong with the file."""
     try:
         with path.open("rb") as file:
-            return _Reader(path, file).header()
+            return read_open(file, path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def read_open(
+    file: BinaryIO, path: Path, most_bytes: int = LARGEST_HEADER, most_tensors: int = MOST_TENSORS
+) -> Header:
+    """The header of a file that is open at its start. path: for errors. Raises ConfigError, OSError."""
+    try:
+        return _Reader(path, file, most_bytes, most_tensors).header()
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{path} is not a readable GGUF file: {error}") from error
 
@@ -96,10 +105,10 @@ def read_header(path: Path) -> Header:
 class _Reader:
     """Raises ValueError."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._file = path, file
-        self._size = path.stat().st_size
-        self._left = min(self._size, LARGEST_HEADER)
+    def __init__(self, path: Path, file: BinaryIO, most_bytes: int, most_tensors: int) -> None:
+        self._path, self._file, self._most_tensors = path, file, most_tensors
+        self._size = os.fstat(file.fileno()).st_size
+        self._left = min(self._size, most_bytes)
 
     def header(self) -> Header:
         if self._size < 24 or self._take(4, "its magic") != MAGIC:
@@ -108,7 +117,7 @@ class _Reader:
         if version not in VERSIONS:
             other = " (its bytes are in big-endian order)" if version in (2 << 24, 3 << 24) else ""
             raise ValueError(f"its version is {version}{other}; read are {' and '.join(map(str, VERSIONS))}")
-        tensors, keys = self._count(MOST_TENSORS, "tensors"), self._count(MOST_KEYS, "metadata keys")
+        tensors, keys = self._count(self._most_tensors, "tensors"), self._count(MOST_KEYS, "metadata keys")
         metadata: dict[str, Any] = {}
         for _ in range(keys):
             key = self._text(LONGEST_KEY, "a metadata key")

@@ -74,18 +74,24 @@ class Target:
     runs: Tensor | None = None
 
 
+def read_targets(header: Header, *, partial: bool = False) -> dict[str, Target]:
+    """By names in the checkpoint, or their own name if the architecture lacks them. partial: the tensors are
+    those of an adapter, of any layers. Raises ConfigError.
+    """
+    return _Reader(header).targets(partial)
+
+
 class _Reader:
     def __init__(self, header: Header) -> None:
         self._header, self._own = header, architecture_of(header)
         self._one = Metadata(header, header.metadata["general.architecture"])
 
-    def targets(self) -> dict[str, Target]:
-        """By names in the checkpoint, else their own. Raises ConfigError."""
+    def targets(self, partial: bool) -> dict[str, Target]:
         made: dict[str, Target] = {}
         joined: dict[str, dict[str, Source]] = {}
         for name, info in self._header.tensors.items():
             place = LAYER.fullmatch(name)
-            if name in FACTORS.values() or (place and int(place[1]) >= self._one.layers):
+            if name in FACTORS.values() or (place and not partial and int(place[1]) >= self._one.layers):
                 continue
             if place is None:
                 made |= self._named(_names(name, self._own.outside) or (name,), info, name)
@@ -272,7 +278,7 @@ class GgufFile:
         self._tensors: dict[str, PlainTensor] = {}
         self._parts: dict[str, tuple[GgufTensor | MadeWeight, str]] = {}  # of quantised weights
         self.added_bytes = 0
-        for name, target in _Reader(read_parts(path)).targets().items():
+        for name, target in read_targets(read_parts(path)).items():
             self._add(name, target)
         self._last: tuple[object, Any] | None = None  # parts or rows of one weight are asked for in turn
         self._open = ExitStack()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from manylora.adapters.formats.gguf import is_adapter
 from manylora.adapters.modules import MEANINGS, LoraModule, LoraModuleId, lora_modules
 from manylora.adapters.remote.resolver import AdapterSources, Located, is_url
 from manylora.adapters.report import AdapterReport, BaseModel, inspect_adapter
@@ -43,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
             AdapterSources().locate(options.path) if is_url(options.path) else Located(Path(options.path))
         )
         path = located.path
-        is_model = is_gguf(path) or is_hub_id(options.path)  # an id of the hub is taken as a model's
+        is_model = is_gguf(path) and not is_adapter(path)
+        is_model |= is_hub_id(options.path)  # an id of the hub is taken as a model's
         if path.is_dir():
             is_model = (path / "config.json").is_file() and not (path / "adapter_config.json").exists()
         if is_model:

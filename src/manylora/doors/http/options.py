@@ -61,8 +61,11 @@ class NamedAdapter:
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any]) -> NamedAdapter:
-        """NAME=PATH, or vLLM's JSON object, also with the keys of `TextSource`. Raises ArgumentTypeError."""
+        """NAME=PATH, NAME.gguf, or vLLM's JSON object, also with the keys of `TextSource`. Raises
+        ArgumentTypeError."""
         name, equals, path = given.partition("=") if isinstance(given, str) else ("", "", "")
+        if not equals and name.endswith(".gguf"):
+            name, equals, path = Path(name).stem, "=", name
         text, pinned = TextSource(), False
         if isinstance(given, Mapping) or name.lstrip().startswith("{"):
             try:
@@ -154,8 +157,8 @@ class ServeOptions:
         None, "host:port (gRPC) of a running Triton server to use instead of an engine in this process")
     triton_model: str = setting("tensorrt_llm", "name of the model on that Triton server")
     lora_modules: tuple[NamedAdapter, ...] = setting(
-        (), "adapters as NAME=PATH, NAME=HUB_ID or NAME=URL (s3, gs, https, oci, hf); takes several values",
-        parse=NamedAdapter.parse, many=True)
+        (), "adapters as NAME=PATH, NAME.gguf, NAME=HUB_ID or NAME=URL (s3, gs, https, oci, hf); takes several "
+        "values", parse=NamedAdapter.parse, many=True, serve="lora_modules lora")
     lora_root: tuple[Path, ...] = setting(
         (), "folder with one adapter per subfolder; watched for changes", serve="lora_root lora_prefetch_dir")
     lora_allowed_path: tuple[Path, ...] = setting(

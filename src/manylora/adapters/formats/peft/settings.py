@@ -19,7 +19,7 @@ from typing import Any
 
 from manylora.adapters.bounds import ANY_MODEL, Bounds
 from manylora.adapters.extras import check_invocation
-from manylora.adapters.formats import mlx, one_line
+from manylora.adapters.formats import gguf, mlx, one_line
 from manylora.adapters.formats.safe_files import OpenFile, is_plain, read_small
 from manylora.adapters.formats.tensor_files import read_metadata
 from manylora.errors import AdapterInvalidError
@@ -54,6 +54,8 @@ def read_settings(folder: Path, bounds: Bounds = ANY_MODEL) -> dict[str, Any]:
     with it in its metadata. Raises AdapterInvalidError."""
     path = folder / CONFIG
     try:
+        if gguf.is_gguf(folder, bounds):
+            return gguf.read_settings(folder, bounds)
         if is_plain(folder):
             text = read_metadata(OpenFile(folder, bounds), bounds).get(EMBEDDED, "")
             if not isinstance(text, str) or not text or len(text) > MAX_BYTES:
@@ -407,8 +409,8 @@ MODULE_SETTING_TYPES: list[tuple[str, Callable[[Any], bool], str]] = [
 OTHER_SETTINGS = """
 adapter_layers adapter_len alora_invocation_tokens auto_mapping beta1 beta2 block_size block_size_pattern
 boft_dropout boft_n_butterfly_factor cpt_mask cpt_token_ids cpt_tokens_type_mask d_initial decompose_factor
-deft_dropout deltaT enable_lora encoder_dropout encoder_reparameterization_type fine_tune_type generator_seed
-gralora_dropout
+deft_dropout deltaT enable_lora encoder_dropout encoder_reparameterization_type fine_tune_type
+general.architecture generator_seed gralora_dropout
 inference_mode init_ia3_weights init_logits_std init_lora_weights init_scale init_theta_d_bound init_v_bound
 init_vector_bank_bound init_weights lambda_pattern layer_replication lora_dtype megatron_config megatron_core
 merge_weights miss_dropout module_dropout opt_loss_decay_factor opt_projection_epsilon

@@ -33,16 +33,20 @@ CPU = torch.device("cpu")
 
 def batch_of(lengths: list[int], ranks: list[int]) -> tuple[LoraBatch, list[dict]]:
     """Segments of so many rows, a base row before each; the second has no row for the second target, the
-    third none at all. Also A [E, r, in] and B [E, r, out] by module."""
+    third none at all. The fourth has DoRA. Also A [E, r, in], B [E, r, out] and the magnitude [E, out], ones
+    without DoRA, by module."""
     pieces, used, start = [torch.full((3,), float("nan"))], 3, 1
     segments, matrices = [], []
     for number, (length, rank) in enumerate(zip(lengths, ranks, strict=True)):
         rows, plain = {}, {}
         for target in TARGETS[: (2, 1, 0)[number % 3]]:
             pair = torch.randn(EXPERTS, rank, IN), torch.randn(EXPERTS, rank, target.width)
-            rows[LAYER, target.module_id] = LoraRow(used, RowFormat(rank))
-            plain[target.module_id] = pair
-            stored = torch.cat([part.flatten(1) for part in pair], dim=1).flatten()
+            dora, ones = number % 4 == 3, torch.ones(EXPERTS, target.width)
+            magnitude = torch.rand_like(ones) + 0.5 if dora else ones
+            rows[LAYER, target.module_id] = LoraRow(used, RowFormat(rank, dora))
+            plain[target.module_id] = *pair, magnitude
+            parts = [*pair, magnitude] if dora else pair
+            stored = torch.cat([part.flatten(1) for part in parts], dim=1).flatten()
             pieces += [stored, torch.full((7,), float("nan"))]
             used += len(stored) + 7
         segments.append(LoraSegment(start, start + length, rows))
@@ -137,9 +141,10 @@ def test_each_pair_gets_its_own_delta(
     for pair, (row, expert) in enumerate(zip(host.rows.tolist(), experts, strict=True)):
         for target in TARGETS:
             if row in owner and target.module_id in matrices[owner[row]]:
-                a, b = matrices[owner[row]][target.module_id]
+                a, b, magnitude = matrices[owner[row]][target.module_id]
                 columns = slice(target.start, target.start + target.width)
                 want[pair, columns] += x[pair] @ a[expert].T @ b[expert]
+                want[pair, columns] *= magnitude[expert]
     narrow = LoraBatch(batch.pool.to(pool).to(device), batch.segments)
     cpu = CpuOps() if kind == "torch" else None if kind == "gpu" else CompiledOps(open_library(kind))
     untouched = [n for n, row in enumerate(host.rows.tolist()) if row not in owner]

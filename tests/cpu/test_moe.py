@@ -304,7 +304,7 @@ def test_broken_adapters_are_refused_with_the_reason(workshop: Path) -> None:
             broken(old, workshop / "b2", lambda t: t.update({f"{low}2.up_proj{high}": torch.ones(5, 64)})),
             "up_proj: adapter size of A",
         ),
-        (broken(old, workshop / "b3", move), "DoRA with MoE is not supported"),
+        (broken(old, workshop / "b3", move), "0.gate_proj: DoRA magnitudes are divided by .* --base"),
         (broken(stacked, workshop / "b4", lambda t: t.pop(f"{low}base_layer{high}")), "missing its lora_A"),
         (
             broken(stacked, workshop / "b8", lambda t: t.update({key.replace("s.0", "s.9"): t.pop(key)})),
@@ -378,16 +378,15 @@ def test_tensors_that_do_not_fit_the_layer_are_refused(workshop: Path) -> None:
     model = make_model(workshop / "dense-first", "qwen3-moe-dense-first", seed=12)
     store = open_store(read_model_config(model))
 
-    def row(module_id: int, layer: int, dora: bool = False) -> LoraInput:
+    def row(module_id: int, layer: int) -> LoraInput:
         module = lora_modules(read_model_config(model))[module_id]
-        values = np.ones(module.row_elements(RowFormat(1, dora)), np.float32)
-        return LoraInput(1, *pack_rows([AdapterRow(module_id, layer, RowFormat(1, dora), values)]))
+        values = np.ones(module.row_elements(RowFormat(1)), np.float32)
+        return LoraInput(1, *pack_rows([AdapterRow(module_id, layer, RowFormat(1), values)]))
 
     assert store.prepare(row(13, 1)) is not None and store.prepare(row(5, 0)) is not None
     for lora, reason in [
         (row(13, 0), "lora module moe_h_to_4h does not exist in layer 0 of this model"),
         (row(5, 1), "lora module mlp_h_to_4h does not exist in layer 1 of this model"),
-        (row(14, 1, dora=True), "DoRA with MoE is not supported"),
     ]:
         with pytest.raises(AdapterInvalidError, match=reason):
             store.prepare(lora)
@@ -400,10 +399,11 @@ def test_experts_are_cut_one_by_one_for_tensor_parallel_ranks(workshop: Path) ->
     assert (modules[16].in_dim, modules[16].out_dim) == (64, 4)
     made = make_per_expert_lora(4, 3, 64, 96, dtype=torch.float32, seed=1)
     for module_id, a, b in [(13, made["A"], made["B"]), (14, made["B"].mT, made["A"].mT)]:
-        payload = np.concatenate([a.contiguous().numpy().ravel(), b.contiguous().numpy().ravel()])
-        row = AdapterRow(module_id, 0, RowFormat(3), payload)
+        m = b[:, :, 0] + 5
+        payload = np.concatenate([part.contiguous().numpy().ravel() for part in (a, b, m)])
+        row = AdapterRow(module_id, 0, RowFormat(3, dora=True), payload)
         cut = slice_row(row, modules[module_id], modules[module_id].share(2), 2, 1).payload
-        kept = (a, b[:, 48:]) if module_id == 13 else (a[:, :, 48:], b)
+        kept = (a, b[:, 48:], m[:, 48:]) if module_id == 13 else (a[:, :, 48:], b, m)
         np.testing.assert_array_equal(cut, np.concatenate([k.contiguous().numpy().ravel() for k in kept]))
 
 

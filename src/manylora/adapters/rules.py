@@ -9,7 +9,7 @@ import numpy as np
 
 from manylora.adapters.bounds import Bounds
 from manylora.adapters.extras import check_extras
-from manylora.adapters.modules import EXPERT_IDS, LoraModule, LoraModuleId, module_name, not_enabled
+from manylora.adapters.modules import LoraModule, LoraModuleId, module_name, not_enabled
 from manylora.adapters.number_types import BY_DTYPE, NUMBER_TYPES, to_bfloat16
 from manylora.adapters.tensors import Adapter, AdapterRow, adapter_from_rows
 from manylora.errors import AdapterInvalidError
@@ -135,8 +135,6 @@ class AdapterRules:
             module.is_on(layer),
             f"lora module {name} does not exist in layer {layer} of this model",
         )
-        dora = module_id in EXPERT_IDS and row.dora
-        _require(not dora, f"DoRA with MoE is not supported: {name} has is_dora 1")
         size = module.at(layer).row_elements(row)
         _require(
             size <= elements,

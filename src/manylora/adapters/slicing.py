@@ -89,6 +89,7 @@ def slice_row(row: AdapterRow, module: LoraModule, local: LoraModule, tp: int, r
     if module.split is Split.A_COLS:
         a = a[..., _share(a.shape[-1], local.in_dim // local.experts, tp, rank)]
         b = b.reshape(module.experts, -1)[_experts(module, local, rank)]
+        m = m.reshape(module.experts, len(m) // module.experts)[_experts(module, local, rank)].ravel()
     else:
         keep = rows_of_rank(module, local, tp, rank)
         b, m = b[keep], m[keep] if row.format.dora else m

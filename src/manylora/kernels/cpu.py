@@ -58,18 +58,21 @@ class CpuOps(ReferenceOps):
     def expert_lora_add(
         self, y: Tensor, x: Tensor, batch: LoraBatch, pairs: ExpertPairs, layer: int, targets: Targets
     ) -> None:
-        """Groups with many rows are computed one by one, groups with few rows together. When decoding, all
-        have few.
+        """Groups with many rows are computed one by one, and those of a mix with DoRA, whose adapters act on
+        the base's output at once; groups with few rows together. When decoding, all have few.
         """
         assert isinstance(pairs, HostPairs)
         groups = pairs.groups
         few = groups[:, 1] - groups[:, 0] < FEW_ROWS
+        found = [[one.rows.get((layer, target.module_id)) for one in batch.segments] for target in targets]
+        weighed = [number for rows in found for number, row in enumerate(rows) if row and row.weighs_base]
+        if weighed:
+            few &= ~np.isin(groups[:, 3], weighed)
         if few.any():
-            for target in targets:
-                rows = [segment.rows.get((layer, target.module_id)) for segment in batch.segments]
+            for target, rows in zip(targets, found, strict=True):
                 for places in zip_longest(*(row.members if row else () for row in rows)):
-                    found = [row.format.table_row(row.offset) if row else NO_ROW for row in places]
-                    table = np.array(found, TABLE_ROW)
+                    entries = [row.format.table_row(row.offset) if row else NO_ROW for row in places]
+                    table = np.array(entries, TABLE_ROW)
                     self._add_small_groups(y, x, batch.pool, groups[few], table, target)
         if not few.all():
             super().expert_lora_add(y, x, batch, replace(pairs, groups=groups[~few]), layer, targets)
@@ -131,8 +134,9 @@ class CpuOps(ReferenceOps):
         """Add the adapters of groups with few rows. groups [G, 2]: start, stop. places [G] TABLE_ROW: the
         matrices of each group's expert and adapter, with ranks above 0.
         """
-        for kind in np.unique(places[["rank", "encoding"]]):
-            alike = places[["rank", "encoding"]] == kind
+        kinds = places[["rank", "encoding", "dora"]]
+        for kind in np.unique(kinds):
+            alike = kinds == kind
             _add_batched(y, x, pool, groups[alike], places[alike], target)
 
     def _add_small_groups(
@@ -140,7 +144,8 @@ class CpuOps(ReferenceOps):
     ) -> None:
         """groups [G, 4] as in ExpertPairs. table [segments] of TABLE_ROW: the target's rows."""
         places = table[groups[:, 3]]
-        places["offset"] += groups[:, 2] * places["rank"] * (x.shape[1] + target.width)
+        sizes = places["rank"] * (x.shape[1] + target.width) + (places["dora"] > 0) * target.width
+        places["offset"] += groups[:, 2] * sizes
         there = places["rank"] > 0
         if there.any():
             self.add_groups(y, x, pool, groups[there, :2], places[there], target)
@@ -216,8 +221,8 @@ def _packs() -> bool:
 def _add_batched(
     y: Tensor, x: Tensor, pool: Tensor, groups: np.ndarray, table: np.ndarray, target: LoraTarget
 ) -> None:
-    """Compute groups of one rank and encoding as a batched product, padded to the longest group. The padding
-    is always less than FEW_ROWS rows.
+    """Compute groups of one rank and encoding, all with DoRA or none, as a batched product, padded to the
+    longest group. The padding is always less than FEW_ROWS rows.
     """
     rank, encoding = int(table["rank"][0]), int(table["encoding"][0])
     pool = as_encoded(pool, encoding)
@@ -231,4 +236,8 @@ def _add_batched(
     if (table["scale"] != 1).any():
         low *= torch.from_numpy(table["scale"].copy()).to(x.dtype).view(-1, 1, 1)
     delta = torch.bmm(low, b.view(-1, rank, target.width))
-    y[:, target.start : target.start + target.width].index_add_(0, places[real], delta[real])
+    out = y[:, target.start : target.start + target.width]
+    out.index_add_(0, places[real], delta[real])
+    if table["dora"][0]:
+        ends = [pool[offset + size :][: target.width].to(x.dtype) for offset in table["offset"].tolist()]
+        out[places[real]] *= torch.stack(ends).unsqueeze(1).expand_as(delta)[real]

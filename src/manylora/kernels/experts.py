@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraRow, LoraSegment, LoraTarget
+from manylora.kernels.spec import ExpertPairs, LoraBatch, LoraRow, LoraSegment, Targets
 
 NO_GROUPS = np.empty((0, 4), np.int64)
 
@@ -39,20 +39,17 @@ def pair_up(choices: Tensor, num_experts: int, lora: LoraBatch | None) -> tuple[
 
 
 def group_segments(
-    batch: LoraBatch, groups: np.ndarray, layer: int, targets: list[tuple[LoraTarget, int]]
+    batch: LoraBatch, groups: np.ndarray, layer: int, targets: Targets, in_dim: int
 ) -> tuple[LoraSegment, ...]:
-    """Each group as a segment over the pairs, with its expert's matrices in place of the adapter's.
-
-    targets: each with its in + out dimensions.
-    """
+    """Each group as a segment over the pairs, with its expert's matrices in place of the adapter's."""
     segments: list[LoraSegment] = []
     for start, stop, expert, number in groups.tolist():
         rows: dict[tuple[int, int], LoraRow] = {}
-        for target, size in targets:
+        for target in targets:
             key = (layer, target.module_id)
             row = batch.segments[number].rows.get(key)
             if row is not None:
-                rows[key] = row.of_expert(expert, size)
+                rows[key] = row.of_expert(expert, in_dim, target.width)
         if rows:
             segments.append(LoraSegment(start, stop, rows))
     return tuple(segments)

@@ -70,8 +70,8 @@ def can_lay_out(target: str, source: str) -> bool:
 
 
 def lay_out(rows: Sequence[tuple[int, ...]], target: str, source: str, threads: int) -> None:
-    """Write rows to their pages: A unchanged, B [out, rank] as [rank, out]; A and B of an expert are
-    adjacent.
+    """Write rows to their pages: A unchanged, B [out, rank] as [rank, out]; A, B and further values of an
+    expert are adjacent.
 
     rows: source address, of A [experts, rank, in] and B [experts, out, rank]; target address; experts; rank,
     in and out of one expert; number of following values that are copied unchanged. target, source: types for

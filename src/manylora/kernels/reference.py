@@ -344,13 +344,13 @@ class ReferenceOps:
         """Add to each pair the delta of its row's adapter for its expert, in place.
 
         Semantics, for each expert e and segment, their pairs p, and each target of the segment's adapter with
-        a row (A, B) and columns c:
+        a row (A, B[, m]) and columns c, as `lora_add` without a bias:
             y[p, c] += (scale * (x[p] @ A[e].T)) @ B[e].T
+            y[p, c] *= m[e]                                          (only with a DoRA magnitude m)
         y [P, N], x [P, in_dim].
         """
         assert isinstance(pairs, HostPairs)
-        sized = [(target, x.shape[-1] + target.width) for target in targets]
-        segments = group_segments(batch, pairs.groups, layer, sized)
+        segments = group_segments(batch, pairs.groups, layer, targets, x.shape[-1])
         if segments:
             self.lora_add(y, x, LoraBatch(batch.pool, segments), layer, targets)
 

@@ -32,8 +32,7 @@ class LoraRow:
     """Location of one (layer, module) of an adapter in the flat pool. Filled by `adapters.cache.pool`.
 
     pool[offset:] has A [rank, in_dim], then B transposed [rank, out_dim], then, with DoRA, the magnitude
-    [out_dim]; all row-major and adjacent. A routed-expert module has one such pair per expert, one after the
-    other, each of rank * (in_dim + out_dim) numbers.
+    [out_dim]; all row-major and adjacent. A routed-expert module has these of each expert in turn.
     offset: in numbers of the format's encoding.
     more: if several adapters act together, the rows of the others, added in order. These have no `more`
     themselves, and all are mixed.
@@ -51,10 +50,16 @@ class LoraRow:
         """This row and the rows added after it."""
         return (self, *self.more)
 
-    def of_expert(self, expert: int, size: int) -> LoraRow:
-        """The same with the matrices of that expert. size: its in + out dimensions."""
-        more = tuple(row.of_expert(expert, size) for row in self.more)
-        return replace(self, offset=self.offset + expert * self.format.rank * size, more=more)
+    @property
+    def weighs_base(self) -> bool:
+        """Whether it is a mix in which DoRA changes what the base gives."""
+        return self.format.mixed and any(one.format.dora for one in self.members)
+
+    def of_expert(self, expert: int, in_dim: int, out_dim: int) -> LoraRow:
+        """The same with the matrices of that expert, of these dimensions."""
+        more = tuple(row.of_expert(expert, in_dim, out_dim) for row in self.more)
+        size = sum(self.format.sizes(in_dim, out_dim))
+        return replace(self, offset=self.offset + expert * size, more=more)
 
 
 @dataclass(frozen=True)

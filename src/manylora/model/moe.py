@@ -74,10 +74,10 @@ class Experts:
     ) -> Tensor:
         """experts: of each pair, int64; None without biases."""
         y = self.ops.expert_linear(x, pairs, self.weights)
-        if self.biases is not None:
-            y += self.biases[experts]
         if lora is not None:
             self.ops.expert_lora_add(y, x, lora, pairs, self.layer, self.targets)
+        if self.biases is not None:  # after DoRA, which does not scale them
+            y += self.biases[experts]
         return y
 
 

@@ -257,25 +257,28 @@ def _first_slot(page: int) -> int:
 def _turn_b(source: Tensor, target: Tensor, place: Placement, back: bool = False) -> Tensor:
     """Copy a row from the tensor format's order to ours, or back. Returns the target.
 
-    The tensor format has A [rank, in] of all experts, then B [out, rank] of all experts. Our order keeps the
-    two matrices of an expert together, so that an expert's pair is found like any module's. B is stored as
-    [rank, out], so that one coefficient applies to one run of memory.
+    The tensor format has A [rank, in] of all experts, then B [out, rank] and the magnitude [out] of all. Our
+    order keeps those of an expert together, so that they are found like any module's. B is stored as [rank,
+    out], so that one coefficient applies to one run of memory.
     """
     if not place.in_size:  # only vectors
         return target.copy_(source)
     ours, theirs = (source, target) if back else (target, source)
-    end, experts = place.in_size + place.out_size, place.experts
-    a, b = theirs[:end].split((place.in_size, place.out_size))
-    pairs = ours[:end].view(experts, end // experts)
-    a_pairs, b_pairs = pairs.split((place.in_size // experts, place.out_size // experts), dim=1)
+    experts, sizes = (
+        place.experts,
+        (place.in_size, place.out_size, place.size - place.in_size - place.out_size),
+    )
+    a, b, more = theirs.split(sizes)
+    pairs = ours.view(experts, place.size // experts)
+    a_pairs, b_pairs, more_pairs = pairs.split([size // experts for size in sizes], dim=1)
     b_turned = b_pairs.unflatten(1, (place.format.rank, -1)).transpose(1, 2)
     b = b.view(b_turned.shape)
-    for mine, their in ((a_pairs, a.view(experts, -1)), (b_turned, b)):
+    more = more.view(more_pairs.shape)
+    for mine, their in ((a_pairs, a.view(experts, -1)), (b_turned, b), (more_pairs, more)):
         if back:
             _move(their, mine)
         else:
             _move(mine, their)
-    target[end:].copy_(source[end:])
     return target
 
 

@@ -37,9 +37,10 @@ def _place(places, targets, target, slot, layer, layers, MODULES: tl.constexpr, 
 
 
 @triton.jit
-def _begin(place, piece, rank, sizes, ALIGN: tl.constexpr):
-    """Where in the pool A of a tile's piece begins; sizes: in + out, the elements of one rank."""
-    return tl.multiple_of(tl.load(place) + piece.to(tl.int64) * (rank * sizes), ALIGN)
+def _begin(place, piece, rank, in_dim, width, ALIGN: tl.constexpr):
+    """Where in the pool A of a tile's piece begins."""
+    size = rank * (in_dim + width) + tl.where(tl.load(place + 2) != 0, width, 0)
+    return tl.multiple_of(tl.load(place) + piece.to(tl.int64) * size, ALIGN)
 
 
 @triton.jit
@@ -117,7 +118,7 @@ def _add_change(change, pool, place, piece, in_dim, width, column, inside, ALIGN
     """change, and what a mixed row with DoRA adds to it: scale * (magnitude - 1)."""
     rank = tl.load(place + 1).to(tl.int32)
     mixed = tl.load(place + 2) == 2
-    end = _begin(place, piece, rank, in_dim + width, ALIGN) + rank * (in_dim + width)
+    end = _begin(place, piece, rank, in_dim, width, ALIGN) + rank * (in_dim + width)
     magnitude = tl.load(pool + end + column, mask=inside & mixed, other=0).to(tl.float32)
     return change + tl.where(mixed, (magnitude - 1) * _scale(place, True), 0.0), mixed
 
@@ -151,7 +152,7 @@ def _shrink(
     if own * BLOCK_R >= rank:
         return
     sizes = in_dim + tl.load(targets + target * 3 + 2)
-    a = _begin(place, tl.load(tiles + tile * TILE + 3), rank, sizes, ALIGN)
+    a = _begin(place, tl.load(tiles + tile * TILE + 3), rank, in_dim, sizes - in_dim, ALIGN)
     narrow = _is_narrow(place, FLOAT8)
     m, r = tl.arange(0, BLOCK_M), own * BLOCK_R + tl.arange(0, BLOCK_R)
     rows = first + m
@@ -188,7 +189,7 @@ def _add_one(
     """value and what the row at a place adds to it. base: rank of `partial` where its own begin."""
     rank = tl.load(place + 1).to(tl.int32)
     narrow = _is_narrow(place, FLOAT8)
-    b = _begin(place, piece, rank, in_dim + width, ALIGN) + tl.multiple_of(rank * in_dim, ALIGN)
+    b = _begin(place, piece, rank, in_dim, width, ALIGN) + tl.multiple_of(rank * in_dim, ALIGN)
     before = value
     if WEIGHED:  # other rows are summed as in batches without these
         weights_of, weighs = _column_weights(pool, place, b + rank * width, column, inside)
@@ -285,7 +286,7 @@ def _expand(
                         base += tl.cdiv(tl.load(other + 1).to(tl.int32), BLOCK_R) * BLOCK_R
                         link = _link(other)
                 if tl.load(place + 2) == 1:
-                    a = _begin(place, piece, rank, in_dim + width, ALIGN)
+                    a = _begin(place, piece, rank, in_dim, width, ALIGN)
                     at = pool + a + tl.multiple_of(rank * in_dim, ALIGN) + rank * width + column
                     magnitude = tl.load(at, mask=inside, other=1).to(tl.float32)
                     scaled = magnitude[None, :] * (value - shift[None, :]) + shift[None, :]

@@ -10,7 +10,7 @@ enum { TILE = 128 }; /* a multiple of LANES */
 
 typedef struct {
     const char *source;             /* A [experts, rank, in], B [experts, out, rank], `more` numbers */
-    char *target;                   /* for each expert A [rank, in] and B [rank, out]; the same numbers */
+    char *target;                   /* for each expert A [rank, in], B [rank, out], and its share of the numbers */
     int64_t experts, rank, in, out; /* of one expert */
     int64_t more;
 } Row;
@@ -180,15 +180,14 @@ INLINE void turn_all(const Kind to, const Kind from, char *target, const char *s
 INLINE void lay_out(const Kind to, const Kind from, const Row *rows, int64_t count) {
     const int64_t size = size_of(from), made = size_of(to);
     for (const Row *row = rows; row < rows + count; row++) {
-        const int64_t a = row->rank * row->in, b = row->rank * row->out;
+        const int64_t a = row->rank * row->in, b = row->rank * row->out, more = row->more / row->experts;
         for (int64_t e = 0; e < row->experts; e++) {
-            char *pair = row->target + e * (a + b) * made;
+            char *pair = row->target + e * (a + b + more) * made;
             move(to, from, pair, row->source + e * a * size, a, NULL);
             turn_all(to, from, pair + a * made, row->source + (row->experts * a + e * b) * size, row->rank, row->out, 1,
                      NULL);
+            move(to, from, pair + (a + b) * made, row->source + (row->experts * (a + b) + e * more) * size, more, NULL);
         }
-        const int64_t end = row->experts * (a + b);
-        move(to, from, row->target + end * made, row->source + end * size, row->more, NULL);
     }
 }
 

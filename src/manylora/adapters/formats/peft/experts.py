@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from manylora.adapters.bounds import Bounds
+from manylora.adapters.formats.base_weights import BaseReader
 from manylora.adapters.formats.peft import names
 from manylora.adapters.formats.peft.settings import CONFIG, PeftConfig
 from manylora.adapters.formats.tensor_files import RawTensor, check_type
@@ -28,7 +29,9 @@ from manylora.kernels.row_format import RowFormat
 LARGEST_SCALE = 1e36  # times 448, a float32
 IN_TURN = re.compile(r"gpt[-_]?oss", re.IGNORECASE)
 """In the name of a base whose stacked rows are those of gate and up in turn."""
-Matrices = dict[str, np.ndarray]  # "A", "B"
+MAGNITUDE = "M"
+DORA_REASON = "DoRA magnitudes are divided by the row norms of the base model: name it with --base"
+Matrices = dict[str, np.ndarray]  # "A", "B", MAGNITUDE
 
 
 def check_expert_shapes(
@@ -40,6 +43,7 @@ def check_expert_shapes(
         match = names.EXPERT_KEY.fullmatch(key)
         assert match is not None
         if match["part"] is None:
+            check_type(key, tensor)
             continue
         if len(tensor.shape) != 2:
             raise AdapterInvalidError(f"{key} must be a matrix, got {tensor.shape}")
@@ -60,19 +64,21 @@ class ExpertReader:
     modules: Mapping[int, LoraModule]
     kind: NumberType | None
 
-    def rows(self, tensors: Mapping[str, np.ndarray]) -> list[AdapterRow]:
+    def rows(self, tensors: Mapping[str, np.ndarray], base: BaseReader | None) -> list[AdapterRow]:
         """Rows in float32, with the scaling folded into B. tensors: those whose names EXPERT_KEY matches, of
-        shapes that `check_expert_shapes` accepts."""
+        shapes that `check_expert_shapes` accepts. base: as of `RowPlan.read`."""
         single: dict[tuple[int, int], dict[int, tuple[str, Matrices]]] = defaultdict(dict)
         stacked: dict[int, dict[str, Matrices]] = defaultdict(dict)
         down = self.modules.get(names.DOWN)
         for key, values in sorted(tensors.items()):
             match = names.EXPERT_KEY.fullmatch(key)
             assert match is not None
-            if match["part"] is None or self.config.use_dora:
-                raise AdapterInvalidError(f"{key}: DoRA with MoE is not supported")
-            layer, path = int(match["layer"]), match["path"]
+            layer, path, part = int(match["layer"]), match["path"], match["part"] or MAGNITUDE
             if match["stacked"] is not None:
+                if part == MAGNITUDE or self.config.use_dora:
+                    raise AdapterInvalidError(
+                        f"{key}: DoRA is served of experts that are linear layers, as in PEFT, not of stacks"
+                    )
                 check_order_known(key, self.config.base, self.modules)
                 matrices = stacked[layer].setdefault(path, {})
             else:
@@ -86,20 +92,25 @@ class ExpertReader:
                     module_id, number = names.EXPERT_NAMES[match["name"]], match["expert"]
                     module_id = names.H_TO_4H if module_id == names.GATE and self._is_ungated else module_id
                 matrices = single[layer, module_id].setdefault(int(number), (path, {}))[1]
-            if match["part"] in matrices:
+            if part in matrices:
                 raise AdapterInvalidError(f"{key} names an expert's matrix a second time")
-            matrices[match["part"]] = values
-        rows = [row for place, experts in single.items() for row in self._from_single(*place, experts)]
+            matrices[part] = values
+        rows = [row for place, experts in single.items() for row in self._from_single(*place, experts, base)]
         for layer, wrappers in stacked.items():
             rows += self._from_stacked(layer, wrappers)
         return rows
 
     def _from_single(
-        self, layer: int, module_id: int, experts: Mapping[int, tuple[str, Matrices]]
+        self,
+        layer: int,
+        module_id: int,
+        experts: Mapping[int, tuple[str, Matrices]],
+        base: BaseReader | None,
     ) -> list[AdapterRow]:
         where, count = f"{MODULE_NAMES[module_id]} of layer {layer}", max(experts) + 1
         self._check_count(where, count, module_id)
         pairs: list[tuple[np.ndarray, np.ndarray]] = []
+        magnitudes: list[np.ndarray] = []
         for number in range(count):
             path, matrices = experts.get(number, (where, {}))
             a, b = _both(f"expert {number}: {path}", matrices)
@@ -114,9 +125,34 @@ class ExpertReader:
                 )
             scale = self.config.scale(path, len(a))
             pairs.append((a, self._scaled(path, b, scale)))
+            magnitudes += self._magnitude(path, *pairs[-1], matrices.get(MAGNITUDE), base)
+        if len(magnitudes) not in (0, count):
+            raise AdapterInvalidError(f"{where}: some experts have a DoRA magnitude, and some have none")
         a, b = (np.stack([pair[i] for pair in pairs]) for i in range(2))
-        parts = {names.H_TO_4H: b[:, ::2], names.GATE: b[:, 1::2]} if fused else {module_id: b}
-        return [self._row(part_id, layer, a, part, scale) for part_id, part in parts.items()]
+        m = np.stack(magnitudes) if magnitudes else None
+        if not fused:
+            return [self._row(module_id, layer, a, b, scale, m)]
+        each = ((names.H_TO_4H, slice(0, None, 2)), (names.GATE, slice(1, None, 2)))
+        return [
+            self._row(part_id, layer, a, b[:, rows], scale, None if m is None else m[:, rows])
+            for part_id, rows in each
+        ]
+
+    def _magnitude(
+        self, path: str, a: np.ndarray, b: np.ndarray, stored: np.ndarray | None, base: BaseReader | None
+    ) -> list[np.ndarray]:
+        """An expert's magnitude, normalised, if it has one."""
+        if stored is None:
+            if self.config.use_dora:
+                raise AdapterInvalidError(f"{path} is missing its DoRA magnitude")
+            return []
+        if stored.size != len(b):
+            raise AdapterInvalidError(f"{path} has {len(b)} rows and a DoRA magnitude of {stored.size}")
+        if self.config.dora_normalized:
+            return [stored.reshape(-1)]
+        if base is None:
+            raise AdapterInvalidError(f"{path}: {DORA_REASON}")
+        return [stored.reshape(-1) / base.row_norms(path, a, b)]
 
     def _from_stacked(self, layer: int, wrappers: Mapping[str, Matrices]) -> list[AdapterRow]:
         pairs = {path: _both(path, matrices) for path, matrices in wrappers.items()}
@@ -227,8 +263,17 @@ class ExpertReader:
         check_scale(where, scale)
         return b
 
-    def _row(self, module_id: int, layer: int, a: np.ndarray, b: np.ndarray, scale: float) -> AdapterRow:
-        payload, row = np.concatenate((a.ravel(), b.ravel())), RowFormat(a.shape[1])
+    def _row(
+        self,
+        module_id: int,
+        layer: int,
+        a: np.ndarray,
+        b: np.ndarray,
+        scale: float,
+        magnitude: np.ndarray | None = None,
+    ) -> AdapterRow:
+        row = RowFormat(a.shape[1], dora=magnitude is not None)
+        payload = np.concatenate([part.ravel() for part in (a, b, magnitude) if part is not None])
         if self.kind is not None:
             row = replace(row, scale=float(np.float32(scale)), encoding=self.kind.encoding)
             payload = payload.view(self.kind.dtype)

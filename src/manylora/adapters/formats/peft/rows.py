@@ -16,7 +16,7 @@ from blake3 import blake3
 from manylora.adapters import staging
 from manylora.adapters.formats.base_weights import BaseReader
 from manylora.adapters.formats.peft import names
-from manylora.adapters.formats.peft.experts import ExpertReader, check_expert_shapes, check_scale
+from manylora.adapters.formats.peft.experts import DORA_REASON, ExpertReader, check_expert_shapes, check_scale
 from manylora.adapters.formats.peft.settings import PeftConfig
 from manylora.adapters.formats.read_options import FileLayout, ReadOptions
 from manylora.adapters.formats.safe_files import OpenFile
@@ -42,7 +42,6 @@ THREADS = 4
 # Elements of an adapter that several threads read, and of its rows: with smaller ones they wait for Python.
 PARALLEL, PARALLEL_ROWS = 2**21, 2**16
 NARROWED = 2**22  # elements of an adapter whose memory is worth the narrowing of each row
-DORA_REASON = "DoRA magnitudes are divided by the row norms of the base model: name it with --base"
 Place = tuple[int, int]  # layer and module id
 Vectors = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
@@ -127,7 +126,7 @@ class RowPlan:
             read = decode if self.encoded_type is None else read_encoded
             decoded = {key: read(key, tensor) for key, tensor in self.experts.items()}
             reader = ExpertReader(self.config, self.options.modules or {}, self.encoded_type)
-            rows += reader.rows(decoded)
+            rows += reader.rows(decoded, base)
         rows += self._read_modules(base)
         return sorted(rows, key=lambda row: (row.layer, row.module_id))
 

@@ -17,8 +17,10 @@ from tiny_models import make_adapter, make_model, reference_logits
 from torch import Tensor
 
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
+from manylora.adapters.catalog.files import find_adapters
 from manylora.adapters.report import inspect_adapter
 from manylora.doors.cli.convert import main as convert
+from manylora.doors.http.options import NamedAdapter
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -183,6 +185,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield tmp_path_factory.mktemp("formats")
 
 
+@pytest.fixture(scope="module")
+def dense(folder: Path) -> Path:
+    """A model, and an adapter of it in PEFT's form, in mlx-lm's and in GGUF, beside it."""
+    model = make_model(folder / "llama", "llama", seed=4)
+    mlx(make_adapter(folder / "lora", model, 0, 6, DENSE, alpha=9), folder / "mlx-lora")
+    heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}
+    llama_cpp(folder / "lora", folder / "one.gguf", heads, "llama")
+    return model
+
+
 def check(llm: LLM, model: Path, pairs: dict[Path, Path]) -> None:
     """Each adapter answers as the one of PEFT beside it, all in one batch."""
     asked = [LoRARequest(path.name, number, str(path)) for number, path in enumerate(pairs, 1)]
@@ -198,18 +210,13 @@ def check(llm: LLM, model: Path, pairs: dict[Path, Path]) -> None:
         assert torch.allclose(torch.tensor(found), wanted, atol=1e-4), path.name
 
 
-def test_dense_models(folder: Path) -> None:
-    model = make_model(folder / "llama", "llama", seed=4)
-    pairs = {}
-    for seed, (name, options) in enumerate({"lora": {}, "dora": {"use_dora": True}}.items()):
-        peft = make_adapter(folder / name, model, seed, 6, DENSE, alpha=9, **options)
-        mlx(peft, folder / f"mlx-{name}")
-        pairs[folder / f"mlx-{name}"] = peft
-    heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}
-    llama_cpp(folder / "lora", folder / "one.gguf", heads, "llama")
-    pairs[folder / "one.gguf"] = folder / "lora"
-    with LLM(model, device="cpu", lora_config=LoraConfig(max_lora_rank=16)) as llm:
-        check(llm, model, pairs)
+def test_dense_models(dense: Path, folder: Path) -> None:
+    dora = make_adapter(folder / "dora", dense, 1, 6, DENSE, alpha=9, use_dora=True)
+    mlx(dora, folder / "mlx-dora")
+    pairs = {folder / "mlx-lora": folder / "lora", folder / "one.gguf": folder / "lora"}
+    pairs[folder / "mlx-dora"] = dora
+    with LLM(dense, device="cpu", lora_config=LoraConfig(max_lora_rank=16)) as llm:
+        check(llm, dense, pairs)
     report = inspect_adapter(folder / "one.gguf")
     assert report.kind == "gguf" and report.problem is not None and "(--base)" in report.problem
     assert inspect_adapter(folder / "mlx-lora").kind == "mlx"
@@ -247,6 +254,63 @@ def test_mixtures_of_experts(folder: Path) -> None:
         writer(peft, folder / f"{writer.__name__}-{peft.name}")
     with LLM(model, device="cpu", lora_config=LoraConfig(max_lora_rank=16)) as llm:
         check(llm, model, pairs)
+
+
+def test_parts_of_a_layer(folder: Path) -> None:
+    """Tinker trains q, k and v of Qwen3.5's linear attention apart."""
+    model = make_model(folder / "delta", "qwen3.5", seed=6)
+    ranks = {"rank_pattern": {"in_proj_qkv": 3 * RANK}, "alpha_pattern": {"in_proj_qkv": 21}}
+    peft = make_adapter(
+        folder / "delta-peft", model, 1, RANK, ("in_proj_qkv", "in_proj_z", "q_proj"), 7, **ranks
+    )
+    found = load_file(peft / WEIGHTS)
+    parts: Tensors = {}
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    rows = [config["linear_key_head_dim"] * config["linear_num_key_heads"]] * 2
+    for key, value in list(found.items()):
+        if "in_proj_qkv" not in key:
+            parts[key] = value
+            continue
+        a, b = key.replace("lora_B", "lora_A"), key.replace("lora_A", "lora_B")
+        sizes = [*rows, len(found[b]) - sum(rows)]
+        ranks_of = [slice(n * RANK, (n + 1) * RANK) for n in range(3)]
+        blocks = [part[:, one] for part, one in zip(found[b].split(sizes), ranks_of, strict=True)]
+        found[b] = torch.block_diag(*blocks)
+        for name, one, block in zip("qkv", ranks_of, blocks, strict=True):
+            parts[a.replace("in_proj_qkv", f"in_proj_{name}")] = found[a][one]
+            parts[b.replace("in_proj_qkv", f"in_proj_{name}")] = block
+    save_file(found, peft / WEIGHTS)
+    write(folder / "tinker-delta", parts, {"lora_alpha": 7, "r": RANK})
+    with LLM(model, device="cpu", lora_config=LoraConfig(max_lora_rank=16)) as llm:
+        check(llm, model, {folder / "tinker-delta": peft})
+
+
+def test_what_is_wrong_is_said(dense: Path, folder: Path) -> None:
+    for name, settings, reason in [
+        ("full", {"fine_tune_type": "full"}, "serve the folder that mlx_lm.fuse writes"),
+        (
+            "scale",
+            {"lora_parameters": {"rank": 4, "scale": "1"}},
+            "must have rank, a positive number, and scale",
+        ),
+    ]:
+        found = {"model.layers.0.self_attn.q_proj.lora_a": torch.ones(64, 4)}
+        write(folder / name, found, settings, "adapters.safetensors")
+        assert reason in (inspect_adapter(folder / name).problem or "")
+    found = {"model.layers.0.mlp.experts.w1.lora_A.weight": torch.ones(1, 2, 64)}
+    write(folder / "shared", found, {"lora_alpha": 2, "r": 2})
+    assert "how many there are depends on the base" in (inspect_adapter(folder / "shared").problem or "")
+    whole = (folder / "one.gguf").read_bytes()
+    for number, (data, reason) in enumerate([
+        (whole.replace(b"adapter.type", b"adapter.tipe"), "its adapter.type must be lora, got None"),
+        (whole.replace(b"attn_q.weight.lora_b", b"attn_q.weight.lora_c"), "neither lora_a nor lora_b"),
+        (whole.replace(b"attn_q.weight.lora_a", b"attn_q.wei.ht.lora_a"), "is missing its lora_"),
+        (whole[:-5], "does not lie in the file"),
+    ]):  # fmt: skip
+        (folder / f"broken-{number}.gguf").write_bytes(data)
+        assert reason in (inspect_adapter(folder / f"broken-{number}.gguf").problem or ""), number
+    assert NamedAdapter.parse("a/sql.gguf") == NamedAdapter("sql", "a/sql.gguf")
+    assert set(find_adapters(folder, {}, [folder])) >= {"one", "mlx-lora"}
 
 
 def test_experts_whose_rows_are_in_turn(folder: Path) -> None:

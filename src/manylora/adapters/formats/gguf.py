@@ -25,6 +25,7 @@ ARCHITECTURE = "general.architecture"
 TYPES = {"general.type": "adapter", "adapter.type": "lora"}
 ALPHA, INVOCATION = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
 LOOKED_AT = 2**16  # bytes
+MOST_TEXT = 300  # characters of an error
 EMBEDDING = "token_embd.weight"
 # What the order of rows depends on, in GGUF's words and in those of config.json.
 SIZES = {
@@ -89,7 +90,7 @@ def _open(path: Path, bounds: Bounds) -> tuple[Header, OpenFile]:
             stream.seek(0)
             return read_open(stream, Path(path.name), bounds.header_bytes, bounds.tensors), file
     except ConfigError as error:
-        raise AdapterInvalidError(str(error)) from error
+        raise AdapterInvalidError(str(error)[:MOST_TEXT]) from error
 
 
 def in_peft_form(
@@ -167,7 +168,7 @@ def _targets(
                 "the order in which llama.cpp stores rows of q and k depends on the base model, which is not "
                 "known here: name its directory (--base)"
             ) from error
-        raise AdapterInvalidError(str(error)) from error
+        raise AdapterInvalidError(str(error)[:MOST_TEXT]) from error
 
 
 def _matrices(pair: Mapping[str, RawTensor], source: Source) -> tuple[RawTensor, RawTensor]:
@@ -219,7 +220,8 @@ def _plain(name: str, tensor: RawTensor) -> RawTensor:
     from gguf import GGMLQuantizationType, dequantize
 
     data = np.frombuffer(tensor.data, np.uint8).reshape(*tensor.shape[:-1], -1)
-    return _stored(dequantize(data, GGMLQuantizationType[tensor.dtype]).reshape(tensor.shape))
+    with np.errstate(all="ignore"):  # NaNs are found when values are used
+        return _stored(dequantize(data, GGMLQuantizationType[tensor.dtype]).reshape(tensor.shape))
 
 
 def _stored(values: np.ndarray) -> RawTensor:

@@ -70,6 +70,7 @@ def mlx(adapter: Path, path: Path) -> None:
     settings = settings_of(adapter)
     found, stacks = apart(adapter)
     ends = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitude_vector": "m"}
+    ends |= {"lora_embedding_A": "lora_a", "lora_embedding_B": "lora_b"}
     made: Tensors = {}
     for key, value in found.items():
         name, _, end = key.removeprefix("base_model.model.").partition(".lora_")
@@ -283,6 +284,21 @@ def test_parts_of_a_layer(folder: Path) -> None:
     write(folder / "tinker-delta", parts, {"lora_alpha": 7, "r": RANK})
     with LLM(model, device="cpu", lora_config=LoraConfig(max_lora_rank=16)) as llm:
         check(llm, model, {folder / "tinker-delta": peft})
+
+
+def test_a_tied_head_changes_with_its_embedding(folder: Path) -> None:
+    model = make_model(folder / "tied", "llama", seed=5, tie_word_embeddings=True)
+    peft = make_adapter(folder / "tied-peft", model, 1, RANK, ("q_proj", "embed_tokens", "lm_head"), 7)
+    found = {key: value for key, value in load_file(peft / WEIGHTS).items() if ".lora_" in key}
+    table, head = "base_model.model.model.embed_tokens.lora_embedding", "base_model.model.lm_head.lora"
+    found[f"{head}_A.weight"], found[f"{head}_B.weight"] = found[f"{table}_B"].T, found[f"{table}_A"].T
+    for path, kept in ((folder / "both", found), (folder / "table", dict(found))):
+        if path.name == "table":  # all that mlx-lm saves
+            del kept[f"{head}_A.weight"], kept[f"{head}_B.weight"]
+        write(path, kept, settings_of(peft))
+    mlx(folder / "table", folder / "mlx-tied")
+    with LLM(model, device="cpu", lora_config=LoraConfig(max_lora_rank=16)) as llm:
+        check(llm, model, {folder / "mlx-tied": folder / "both"})
 
 
 def test_what_is_wrong_is_said(dense: Path, folder: Path) -> None:

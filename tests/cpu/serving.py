@@ -13,7 +13,7 @@ from waiting import wait_for
 from manylora.config.settings import rows
 from manylora.doors.http.options import ServeOptions
 from manylora.doors.http.server import http_server, open_app
-from manylora.doors.http.serving.connections import Clients, listen
+from manylora.doors.http.serving.connections import Clients, listen, listen_uds
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 REFRESH_S = 0.4
@@ -30,14 +30,16 @@ class Running:
         chosen = ServeOptions(model, sections=sections, **given)
         self.app = open_app(chosen)
         self.clients = Clients(chosen.http_limits(chosen.max_connections))
-        sockets = listen("127.0.0.1", 0, self.clients)
-        self.port = sockets[0].getsockname()[1]
+        uds = chosen.uds
+        sockets = [listen_uds(uds, self.clients)] if uds else listen("127.0.0.1", 0, self.clients)
+        self.port = 0 if uds else sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._server = http_server(chosen, self.app, self.clients)
         self._thread = threading.Thread(target=self._server.run, args=(sockets,))
         self._thread.start()
         wait_for(lambda: self._server.started)
-        self.http = httpx2.Client(base_url=self.url, timeout=60)
+        transport = httpx2.HTTPTransport(uds=str(uds)) if uds else None
+        self.http = httpx2.Client(base_url=self.url, timeout=60, transport=transport)
         self._clients: dict[str, openai.OpenAI] = {}
 
     def client(self, key: str = "none") -> openai.OpenAI:

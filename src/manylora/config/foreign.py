@@ -134,7 +134,6 @@ SERVE = ForeignNames(
         "kv_cache_memory_bytes": KV_TOKENS,
         "kv_transfer_config": KV_STORE,
         "kv_offloading_size": KV_STORE,
-        "uds": "give --host and --port",
         "root_path": "let the proxy strip its path prefix",
         "allowed_origins": HOSTS,
         "allowed_methods": HOSTS,
@@ -169,6 +168,7 @@ FLEET = ForeignNames(
         "triton_model": "each replica has an engine of its own: use manylora serve with --triton-url",
         "enable_sleep_mode": "a request would reach only one replica: use manylora serve",
         "restart": "Ray starts replicas again that ended or were killed",
+        "uds": "Ray's proxy listens on a port: give --host and --port",
     }
 )
 

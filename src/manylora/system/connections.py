@@ -1,10 +1,12 @@
-"""How many connections may be open, and which of them makes room for a new one."""
+"""How many connections may be open, and which of them makes room for a new one; whether a server listens."""
 
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections import Counter
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Generic, TypeVar
 
 Connection = TypeVar("Connection", bound=Hashable)
@@ -66,6 +68,19 @@ class OpenConnections(Generic[Connection]):
     def mark_idle(self, connection: Connection, now: float) -> None:
         if (address := self._addresses.get(connection)) is not None:
             self._idle.setdefault(address, {})[connection] = now
+
+
+def answers_at(path: Path) -> bool:
+    """Whether a server listens on the Unix socket at this path."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1)
+        try:
+            client.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # it has too many clients, or they may not be this user
+            pass
+    return True
 
 
 def address_of(peer: object) -> str:

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.restart:  # serve in a child process, which is restarted when it ends
             command = [sys.executable, "-m", "manylora.cli", "serve", *given, "--no-restart"]
             drain_s = options.drain_seconds + END_S
-            supervisor = Supervisor(ServeProgram(command, options.host, options.port, drain_s))
+            supervisor = Supervisor(ServeProgram(command, options.host, options.port, drain_s, options.uds))
             code = supervisor.run()
             if supervisor.last_signal == signal.SIGINT:
                 raise KeyboardInterrupt

@@ -133,6 +133,7 @@ class ServeOptions:
     model: str | Path
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for all interfaces")
     port: int = setting(8000, "port to listen on; 0 chooses a free one")
+    uds: Path | None = setting(None, "path of a Unix socket to listen on, instead of host and port")
     served_model_name: tuple[str, ...] = setting(
         (), "names of the base model; default: its folder's, or its file's without .gguf", many=True)
     revision: str | None = setting(None, "branch, tag or commit, if the model is a hub id")
@@ -229,6 +230,8 @@ class ServeOptions:
         if self.lora_upload_dir is not None:
             object.__setattr__(self, "lora_upload_dir", self.lora_upload_dir.absolute())
         check(self)
+        if self.uds is not None and (self.host, self.port) != (ServeOptions.host, ServeOptions.port):
+            raise ConfigError("uds is instead of host and port: leave them out")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate of that key")
         if self.triton_url is not None:
@@ -357,7 +360,9 @@ class ServeOptions:
             idle_s=self.keep_alive_timeout,
             write_s=self.write_timeout,
             connections=connections,
-            connections_per_address=self.max_connections_per_address or max(1, connections // 2),
+            # Clients of a Unix socket have no address.
+            connections_per_address=self.max_connections_per_address
+            or (connections if self.uds else max(1, connections // 2)),
         )
 
     def engine_config(self) -> EngineConfig:

@@ -45,6 +45,7 @@ from manylora.doors.http.serving.connections import (
     Clients,
     check_certificate,
     listen,
+    listen_uds,
     raise_open_files,
 )
 from manylora.doors.http.serving.inference import Inference
@@ -141,7 +142,8 @@ def run(options: ServeOptions) -> None:
     check_certificate(options.ssl_certfile, options.ssl_keyfile)
     limits = options.http_limits(raise_open_files(options.max_connections))
     clients = Clients(limits)
-    sockets = listen(options.host, options.port, clients)
+    uds = options.uds
+    sockets = listen(options.host, options.port, clients) if uds is None else [listen_uds(uds, clients)]
     try:
         server = http_server(options, open_app(options, ended), clients)
         server.run(list(sockets))
@@ -186,9 +188,13 @@ class _UvicornServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for one in sockets or []:
-            host, port = one.getsockname()[:2]
+            scheme, name = "https" if self.config.is_ssl else "http", one.getsockname()
+            if one.family == socket.AF_UNIX:
+                logger.info("Uvicorn running on unix socket %s (Press CTRL+C to quit)", name)
+                logger.info("OpenAI API: curl --unix-socket %s %s://localhost/v1/models", name, scheme)
+                continue
+            host, port = name[:2]
             shown = f"[{host}]" if ":" in host else host
-            scheme = "https" if self.config.is_ssl else "http"
             url = f"{scheme}://{shown}:{port}"
             logger.info("Uvicorn running on %s (Press CTRL+C to quit)", url)
             text = 'OpenAI API: %s/v1, the base model is "model": "%s"; a page to try it: %s/'

@@ -18,7 +18,7 @@ from typing import Any
 
 from manylora.doors.http.api.errors import ApiError
 from manylora.errors import ConfigError
-from manylora.system.connections import OpenConnections, address_of
+from manylora.system.connections import OpenConnections, address_of, answers_at
 
 logger = logging.getLogger("manylora")
 
@@ -127,6 +127,8 @@ class Listener(socket.socket):
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
+            if self.family == socket.AF_UNIX and (name := self.getsockname()):
+                Path(name).unlink(missing_ok=True)
         super().close()
 
     def _admit(self, accepted: socket.socket, address: Any) -> tuple[socket.socket, Any]:
@@ -194,6 +196,21 @@ def listen(host: str, port: int, clients: Clients) -> list[Listener]:
     if not sockets:
         raise ConfigError(f"cannot listen on {host}:{port}: it has no usable address")
     return sockets
+
+
+def listen_uds(path: Path, clients: Clients) -> Listener:
+    """A socket bound to a path, in place of one on which nobody listens. Raises ConfigError."""
+    one = Listener(clients, socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not answers_at(path):
+            path.unlink()
+        one.bind(str(path))  # who may connect is decided by the umask
+    except OSError as error:
+        one.close()
+        is_used = error.errno == errno.EADDRINUSE
+        advice = "; another server listens there, or it is another file: give another path" if is_used else ""
+        raise ConfigError(f"cannot listen on --uds {path}: {error.strerror or error}{advice}") from error
+    return one
 
 
 def check_certificate(certificate: Path | None, key: Path | None) -> None:

@@ -22,6 +22,7 @@ from manylora.doors.triton.launcher import processes
 from manylora.doors.triton.launcher.run_directory import LOGS, RunDirectory, limit_size, open_log
 from manylora.errors import ConfigError
 from manylora.ranks.rank_info import RANK_0_GONE
+from manylora.system.connections import answers_at
 from manylora.system.lifeline import RUN_DIR, WORLD_SIZE
 
 logger = logging.getLogger("manylora.launcher")
@@ -210,26 +211,36 @@ class Program:
 
 
 class ServeProgram(Program):
-    """`manylora serve`, or any other program that listens on a port."""
+    """`manylora serve`, or any other program that listens on a port, or on the Unix socket `uds`."""
 
-    def __init__(self, command: Sequence[str], address: str, port: int, stop_s: float) -> None:
+    def __init__(
+        self, command: Sequence[str], address: str, port: int, stop_s: float, uds: Path | None = None
+    ) -> None:
         super().__init__("the server", command, (MARK, f"{os.getpid()}.{time.time_ns()}"), stop_s)
-        self._address, self._port = address, port
+        self._address, self._port, self._uds = address, port, uds
 
     def start(self, stopping: Callable[[], bool]) -> None:
         """Start it and wait until it listens. Loading may take any time."""
-        wait_for_ports(self._address, [self._port], stopping)
+        if self._uds is None:
+            wait_for_ports(self._address, [self._port], stopping)
+        elif answers_at(self._uds):
+            raise ConfigError(f"another server listens on --uds {self._uds}: give another path")
         self._process = processes.spawn(self._command, os.environ | dict([self._mark]))
-        while True:
-            # Connecting works for wildcard addresses such as 0.0.0.0, too.
-            with suppress(OSError), socket.create_connection((self._address, self._port), timeout=1):
-                return
+        while not self._listens():
             if stopping():
                 raise StoppedError
             if (loss := self.loss()) is not None:
                 refused = self._process.returncode > 0
                 raise ConfigError(loss) if refused else RuntimeError(f"{loss} while starting")
             time.sleep(POLL_S)
+
+    def _listens(self) -> bool:
+        if self._uds is not None:
+            return answers_at(self._uds)
+        # Connecting works for wildcard addresses such as 0.0.0.0, too.
+        with suppress(OSError), socket.create_connection((self._address, self._port), timeout=1):
+            return True
+        return False
 
     def stop(self, hurry: Callable[[], bool]) -> None:
         if self._process:

@@ -1,0 +1,58 @@
+"""Protects what operators set around the OpenAI server: where it listens, whose pages may use it, what it
+records.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serving import DEMO, Running
+from waiting import wait_for
+
+from manylora.doors.http.serving.connections import Clients, HttpLimits, listen_uds
+from manylora.errors import ConfigError
+
+
+def test_a_unix_socket_serves_and_replaces_a_stale_one(tmp_path: Path) -> None:
+    path = tmp_path / "openai.sock"
+    with socket.socket(socket.AF_UNIX) as stale:  # as a killed server leaves it
+        stale.bind(str(path))
+    server = Running(uds=path)
+    try:
+        assert server.post(model="demo", prompt="a", max_tokens=2).status_code == 200
+        with pytest.raises(ConfigError, match="another server listens there"):
+            listen_uds(path, Clients(HttpLimits()))
+        assert server.http.get("/health").status_code == 200
+    finally:
+        server.close()
+    (other := tmp_path / "notes").write_text("kept")
+    with pytest.raises(ConfigError, match="or it is another file"):
+        listen_uds(other, Clients(HttpLimits()))
+    with pytest.raises(ConfigError, match="too long"):
+        listen_uds(tmp_path / ("x" * 120), Clients(HttpLimits()))
+    assert other.read_text() == "kept"
+
+
+def test_serve_listens_on_a_unix_socket_and_removes_it(tmp_path: Path) -> None:
+    path = tmp_path / "openai.sock"
+    command = [sys.executable, "-m", "manylora.cli", "serve", str(DEMO / "base"), "--uds", str(path)]
+    refused = subprocess.run([*command, "--port", "8001"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 1 and "uds is instead of host and port" in refused.stderr
+    process = subprocess.Popen([*command, "--restart"], stderr=subprocess.PIPE, env=os.environ, text=True)
+    try:
+        wait_for(path.exists)
+        with socket.socket(socket.AF_UNIX) as client:
+            wait_for(lambda: client.connect_ex(str(path)) == 0)
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert client.recv(64).startswith(b"HTTP/1.1 200")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 0 and f"unix socket {path}" in log, log
+    assert not path.exists()

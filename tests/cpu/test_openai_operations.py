@@ -15,6 +15,7 @@ import pytest
 from serving import DEMO, Running
 from waiting import wait_for
 
+from manylora.doors.cli import serve
 from manylora.doors.http.serving.connections import Clients, HttpLimits, listen_uds
 from manylora.errors import ConfigError
 
@@ -37,6 +38,45 @@ def test_a_unix_socket_serves_and_replaces_a_stale_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="too long"):
         listen_uds(tmp_path / ("x" * 120), Clients(HttpLimits()))
     assert other.read_text() == "kept"
+
+
+def test_pages_of_allowed_origins_may_ask() -> None:
+    page = "https://app.example.com"
+    asked = {"Origin": page, "Access-Control-Request-Method": "POST"}
+    body = {"model": "demo", "prompt": "a", "max_tokens": 1}
+    server = Running(allowed_origins=(page,), allowed_headers=("authorization",), allow_credentials=True)
+    try:
+        ask = server.http.options
+        found = ask("/v1/completions", headers=asked | {"Access-Control-Request-Headers": "authorization"})
+        assert found.status_code == 200 and found.headers["access-control-allow-origin"] == page
+        assert found.headers["access-control-allow-credentials"] == "true"
+        assert ask("/v1/completions", headers=asked | {"Origin": "https://x.org"}).status_code == 400
+        answer = server.http.post("/v1/completions", json=body, headers={"Origin": page})
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == page
+        refused = server.http.post("/v1/completions", json=body, headers={"Origin": "https://x.org"})
+        assert refused.json()["error"]["code"] == "origin_not_allowed"
+        assert refused.headers.get("access-control-allow-origin") is None
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--allowed-origins", "https://a.org"], "must be a JSON list"),
+        (["--allowed-origins", '["https://a.org/"]'], "is no origin"),
+        (["--allow-credentials"], "allow_credentials needs allowed_origins"),
+        (["--allowed-methods", '["GET"]'], "allowed_methods needs allowed_origins"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = serve.main([str(DEMO / "base"), *flags])
+    except SystemExit as error:
+        status = error.code
+    assert status and words in capsys.readouterr().err
 
 
 def test_serve_listens_on_a_unix_socket_and_removes_it(tmp_path: Path) -> None:

@@ -72,7 +72,6 @@ KV_TOKENS = "kv_cache_config.max_tokens in --config bounds the KV cache"
 KV_STORE = (
     "--kv-cache-host-memory-bytes 4G keeps KV blocks in host memory, --kv-disk-cache-dir FOLDER on disk"
 )
-HOSTS = "give --allowed-hosts, whose pages may use this server"
 TEXT_ONLY = "only text is served"
 API_KEYS = "clients are identified by --api-keys"
 BOTH_ROLES = "this server does both prefill and decode"
@@ -135,10 +134,6 @@ SERVE = ForeignNames(
         "kv_transfer_config": KV_STORE,
         "kv_offloading_size": KV_STORE,
         "root_path": "let the proxy strip its path prefix",
-        "allowed_origins": HOSTS,
-        "allowed_methods": HOSTS,
-        "allowed_headers": HOSTS,
-        "allow_credentials": HOSTS,
         "ssl_ca_certs": API_KEYS,
         "ssl_cert_reqs": API_KEYS,
         "middleware": "put a proxy in front",

@@ -35,7 +35,7 @@ from manylora.doors.fleet.routing import requested_adapter
 from manylora.doors.http.adapter_routes import ADAPTER_ROUTES
 from manylora.doors.http.api.errors import ApiError
 from manylora.doors.http.api.parsing import read_object
-from manylora.doors.http.app import COUNTED, failed
+from manylora.doors.http.app import COUNTED, cors, failed
 from manylora.doors.http.serving import transport
 from manylora.doors.http.serving.keys import ApiKey, Keyring
 from manylora.doors.http.serving.metrics import CONTENT_TYPE
@@ -65,7 +65,7 @@ def make_front(options: FleetOptions, replicas: DeploymentHandle) -> Starlette:
         Route("/v1/cache", _answered(front.cache)),
         Route("/{path:path}", _answered(front.forward), methods=any_method),
     ]
-    return Starlette(routes=routes)
+    return Starlette(routes=routes, middleware=cors(options))
 
 
 def _answered(handle: Handler) -> Handler:

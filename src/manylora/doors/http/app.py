@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,8 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -72,7 +74,23 @@ class AppContext:
     shared: SharedAdapters | None = None
 
 
-def make_app(start: Callable[[], Awaitable[AppContext]]) -> Starlette:
+def cors(options: ServeOptions) -> list[Middleware]:
+    """Headers for pages of other origins, if any are allowed."""
+    if not options.allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+            allow_credentials=options.allow_credentials,
+            expose_headers=["x-request-id"],
+        )
+    ]
+
+
+def make_app(start: Callable[[], Awaitable[AppContext]], middleware: Sequence[Middleware] = ()) -> Starlette:
     """start: creates the context, on the event loop that will serve it."""
 
     @asynccontextmanager
@@ -107,7 +125,12 @@ def make_app(start: Callable[[], Awaitable[AppContext]]) -> Starlette:
 
     routes = [Route(path, _endpoint(name, path), methods=[method]) for method, path, name in ROUTES]
     handlers = {HTTPException: _http_error, Exception: _unexpected}
-    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)  # type: ignore[arg-type]
+    return Starlette(
+        routes=routes,
+        exception_handlers=handlers,  # type: ignore[arg-type]
+        lifespan=lifespan,
+        middleware=middleware,
+    )
 
 
 ROUTES = [

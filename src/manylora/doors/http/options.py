@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -114,6 +114,18 @@ def json_object(given: Any) -> Mapping[str, Any]:
     return found
 
 
+def json_list(given: Any) -> tuple[str, ...]:
+    """A JSON list of texts, as text or parsed. Raises ArgumentTypeError."""
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        text = given if isinstance(given, str) else json.dumps(given)
+        raise argparse.ArgumentTypeError(f"must be a JSON list such as '[\"*\"]', got {text[:200]!r}")
+    return tuple(found)
+
+
 def _trusted_folder(given: str) -> TrustedFolder:
     """Raises ArgumentTypeError."""
     try:
@@ -212,6 +224,12 @@ class ServeOptions:
     write_timeout: float = setting(60.0, "seconds for a client to read what was sent", **PERIOD)
     allowed_hosts: tuple[str, ...] = setting(
         (), "host names that clients use for this server, and whose pages may use it; *.NAME, or * for any")
+    allowed_origins: Sequence[str] = setting(
+        (), "origins whose pages may use this server (CORS), as a JSON list: '[\"https://example.com\"]'; "
+        "\"*\" for any", parse=json_list)
+    allowed_methods: Sequence[str] = setting(("*",), "their methods, as a JSON list", parse=json_list)
+    allowed_headers: Sequence[str] = setting(("*",), "their headers, as a JSON list", parse=json_list)
+    allow_credentials: bool = setting(False, "let them send cookies and HTTP authentication")
     drain_seconds: float = setting(30.0, "seconds that running requests have when the server stops")
     hang_timeout: float = setting(
         300.0, "seconds without progress after which the engine counts as dead; 0: never", least=0)
@@ -232,6 +250,9 @@ class ServeOptions:
         check(self)
         if self.uds is not None and (self.host, self.port) != (ServeOptions.host, ServeOptions.port):
             raise ConfigError("uds is instead of host and port: leave them out")
+        for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
+            if getattr(self, name) != getattr(ServeOptions, name) and not self.allowed_origins:
+                raise ConfigError(f"{name} needs allowed_origins, whose pages may use this server")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate of that key")
         if self.triton_url is not None:

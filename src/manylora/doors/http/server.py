@@ -37,7 +37,7 @@ from manylora.config.model import ModelConfig
 from manylora.config.pooling import read_pooling_settings
 from manylora.config.repository import quant_config
 from manylora.doors.http.api.params import Limits
-from manylora.doors.http.app import AppContext, make_app
+from manylora.doors.http.app import AppContext, cors, make_app
 from manylora.doors.http.options import ENGINE_NAMES, ServeOptions
 from manylora.doors.http.serving.backend import Backend, EngineClient, FairQueue, Wake
 from manylora.doors.http.serving.connections import (
@@ -81,7 +81,7 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
         if not is_name(name):
             raise ConfigError(f"served_model_name {name!r} has characters that a model's name may not have")
     keyring = Keyring(options.api_keys, open_admin=options.allow_runtime_lora_updating, plain=options.api_key)
-    hosts = HostCheck(options.host, options.allowed_hosts, keys=keyring.closed)
+    hosts = HostCheck(options.host, options.allowed_hosts, options.allowed_origins, keys=keyring.closed)
     tokenizer = Tokenizer(options.tokenizer_folder, options.chat_template)
     served = _in_process(options, ended) if options.triton_url is None else _through_triton(options)
     named = {(one.name, Path(one.path)): one.text for one in options.lora_modules}
@@ -125,7 +125,7 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
             backend, inference, keyring, hosts, metrics, uploads, pinning, options, created, pooling, shared
         )
 
-    return make_app(start)
+    return make_app(start, cors(options))
 
 
 def run(options: ServeOptions) -> None:

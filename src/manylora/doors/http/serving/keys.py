@@ -23,6 +23,9 @@ from manylora.errors import ConfigError
 LIMITS = ("max_concurrent", "requests_per_minute", "max_adapters", "max_adapter_bytes")
 FIELDS = {"name", "sha256", "adapters", "base", "admin", "load", *LIMITS}
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
+ORIGIN = re.compile(
+    r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?|null"
+)  # as browsers write it
 PATTERN = re.compile(r"\*|(\*\.)?[a-z0-9._-]+|\[?[0-9a-f:.]+\]?")
 # Names of private networks. Nobody can register them, so no attacker's name server answers for them.
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
@@ -186,11 +189,14 @@ class HostCheck:
     """Against DNS rebinding and forms.
 
     bound: the address that the server listens on. allowed: host names; *.NAME for subdomains, * for any.
+    origins: of pages elsewhere that may use this server, as https://example.com; * for any.
     keys: whether API keys are required. Pages of other sites have none, so any name is accepted then unless
     `allowed` is set. Raises ConfigError.
     """
 
-    def __init__(self, bound: str, allowed: Sequence[str] = (), *, keys: bool = False) -> None:
+    def __init__(
+        self, bound: str, allowed: Sequence[str] = (), origins: Sequence[str] = (), *, keys: bool = False
+    ) -> None:
         self._allowed = [one.strip().lower().strip("[]") for one in allowed]
         for given in allowed:
             if not PATTERN.fullmatch(given.strip().lower()):
@@ -198,6 +204,12 @@ class HostCheck:
                 raise ConfigError(reason)
         self._own = {*LOOPBACK, bound.lower().strip("[]"), socket.gethostname().lower()}
         self._any = "*" in self._allowed or (keys and not allowed)
+        for given in origins:
+            if given != "*" and not ORIGIN.fullmatch(given):
+                raise ConfigError(
+                    f"allowed_origins: {given!r} is no origin, such as https://example.com, or *"
+                )
+        self._origins = frozenset(origins)
 
     def check(self, request: Request) -> None:
         """Raises ApiError."""
@@ -215,10 +227,11 @@ class HostCheck:
         origin = request.headers.get("origin")
         if (
             origin is not None
+            and self._origins.isdisjoint((origin, "*"))
             and request.method not in ("GET", "HEAD")
             and not self._is_own_page(origin, name)
         ):
-            reason = f"Pages of {origin[:100]!r} may not use this server: start it with --allowed-hosts"
+            reason = f"Pages of {origin[:100]!r} may not use this server: start it with --allowed-origins"
             raise ApiError(403, "origin_not_allowed", reason)
 
     def _is_own_page(self, origin: str, host: str) -> bool:

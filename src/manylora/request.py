@@ -351,7 +351,16 @@ class RequestMetrics:
     prompt_tokens: int = 0
     output_tokens: int = 0
     adapter_tier: str = ""  # where the adapter was found: device, host, disk, wire; empty: no adapter
+    adapter_read_ns: int = 0  # how long its adapter was read and checked before the arrival
+    adapter_ready_ns: int = 0  # when it could be computed with its adapter
     activated: ActivatedTokens | None = None  # for an activated LoRA
+
+    @property
+    def adapter_load_ns(self) -> int:
+        """How long it waited for its adapter; 0: that was on the device."""
+        if self.adapter_tier in ("", "device") or not self.adapter_ready_ns:
+            return 0
+        return self.adapter_read_ns + self.adapter_ready_ns - self.first_scheduled_ns
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,19 @@ def test_pages_of_allowed_origins_may_ask() -> None:
         server.close()
 
 
+def test_the_time_to_load_an_adapter_is_a_metric() -> None:
+    series = 'vllm:lora_adapter_load_seconds_count{tier="wire"}'
+    server = Running(lora_root=(DEMO / "adapters",), device="cpu")
+    try:
+        for expected in (1, 1, 2):  # the second request finds it in the cache
+            name = "chinese" if expected == 1 else "japanese"
+            assert server.post(model=name, prompt="a", max_tokens=1).status_code == 200
+            assert server.metric(series) == expected
+        assert server.metric("vllm:lora_adapter_load_seconds_sum") > 0
+    finally:
+        server.close()
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

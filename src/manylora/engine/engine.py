@@ -369,10 +369,13 @@ class Engine:
         return outcome.events + self._retire(outcome.ended)
 
     def _find_lost_adapters(self, step: Step) -> Mapping[str, RequestError]:
-        """Adapters of a step that could not be read, by digest."""
+        """Adapters of a step that could not be read, by digest. Waits for all others."""
         chunks = step.chunks if step.run is None else ()  # otherwise all of them have arrived
-        leases = (chunk.sequence.lease for chunk in chunks)
-        return self.adapters.find_lost(lease for lease in leases if lease is not None)
+        sequences = [chunk.sequence for chunk in chunks if chunk.sequence.lease is not None]
+        lost = self.adapters.find_lost(one.lease for one in sequences if one.lease is not None)
+        for one in sequences:
+            one.times.adapter_ready_ns = one.times.adapter_ready_ns or time.monotonic_ns()
+        return lost
 
     def _fail_lost_adapters(self, lost: Mapping[str, RequestError]) -> Events:
         """End the requests whose adapters could not be read. The others are scheduled again."""

@@ -277,7 +277,7 @@ class EngineLoop:
         if not lora.has_tensors and next(missing, None) is None:
             return False
         try:
-            self._preparer.submit(self._prepare, ticket, request, matcher)
+            self._preparer.submit(self._prepare, ticket, request, matcher, time.monotonic_ns())
         except RuntimeError:  # closed: the engine's thread prepares the rest
             return False
         self._num_prepared += 1
@@ -299,7 +299,7 @@ class EngineLoop:
         if failure is not None:
             self._inbox.put(partial(self._admit, ticket, failure))
 
-    def _prepare(self, ticket: int, request: Request, matcher: LLMatcher | None) -> None:
+    def _prepare(self, ticket: int, request: Request, matcher: LLMatcher | None, since_ns: int) -> None:
         assert request.lora is not None
         ids = request.lora.task_ids
         prepared: Prepared | RequestError = Prepared(request, (None,) * len(ids), matcher)
@@ -308,6 +308,7 @@ class EngineLoop:
                 if not request.lora.has_tensors:
                     self._engine.wait_for_memory()
                 prepared = self._engine.prepare(request, matcher)
+                prepared.read_ns = time.monotonic_ns() - since_ns
             except AdapterNotCachedError:
                 pass  # Its tensors may be ahead of it in the inbox: the engine thread will know.
             except BaseException as error:

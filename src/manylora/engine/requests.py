@@ -249,13 +249,14 @@ class LogitsMemory:
         self._reserved.pop(handle, None)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Prepared:
-    """A request that was validated."""
+    """A request that was validated. read_ns: how long it waited for its adapters to be read; by the loop."""
 
     request: Request
     adapters: tuple[Adapter | FileAdapter | None, ...]  # those that it brought, or that were read from disk
     matcher: LLMatcher | None = None  # at the start of the output, for guided decoding
+    read_ns: int = 0
 
 
 class SequenceMaker:
@@ -301,7 +302,7 @@ class SequenceMaker:
         limit = model.rope_limit if model.rope_restarts else None
         length = model.rope_length(len(request.prompt))
         sequence = Sequence(handle, request, index, max_len, lease, rope_length=length, rope_limit=limit)
-        sequence.num_virtual = virtual
+        sequence.num_virtual, sequence.times.adapter_read_ns = virtual, prepared.read_ns
         sequence.drafter = self._speculation.drafter(request)
         if prepared.matcher is not None and self._parts.guides is not None:
             sequence.guide = self._parts.guides.begin(prepared.matcher)

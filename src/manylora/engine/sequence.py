@@ -118,6 +118,8 @@ class Times:
 
     arrival_ns: int = field(default_factory=time.monotonic_ns)
     first_scheduled_ns: int = 0
+    adapter_read_ns: int = 0  # a duration, before the arrival
+    adapter_ready_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
 

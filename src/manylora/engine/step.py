@@ -156,6 +156,8 @@ def _metrics(sequence: Sequence) -> RequestMetrics:
         prompt_tokens=sequence.num_encoder + sequence.num_prompt - sequence.num_virtual,
         output_tokens=sum(len(beam.token_ids) for beam in beams) if beams else sequence.num_output,
         adapter_tier=lease.tier if lease is not None else "",
+        adapter_read_ns=times.adapter_read_ns,
+        adapter_ready_ns=times.adapter_ready_ns,
         activated=activated,
     )
 

@@ -24,7 +24,7 @@ REQUESTS, MEMORY = "nv_trt_llm_request_metrics", "nv_trt_llm_runtime_memory_metr
 KV_BLOCKS, BATCHER = "nv_trt_llm_kv_cache_block_metrics", "nv_trt_llm_inflight_batcher_metrics"
 GENERAL = "nv_trt_llm_general_metrics"
 LORA_INFO = "vllm:lora_requests_info"
-RESIDENT = "vllm:lora_adapter_loaded"
+RESIDENT, LOAD_SECONDS = "vllm:lora_adapter_loaded", "vllm:lora_adapter_load_seconds"
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ HISTOGRAMS = {
     "manylora_adapter_queue_seconds": (
         "Time that a request waited before its first step, by adapter", SECONDS_BUCKETS
     ),
+    LOAD_SECONDS: ("Time to load an adapter that was not on the device, by where it was", SECONDS_BUCKETS),
 }  # fmt: skip
 FAMILIES = {
     **{name: MetricFamily(text) for name, text in GAUGES.items()},
@@ -179,9 +180,11 @@ class RequestMeter:
         self._starting = True
 
     def samples(
-        self, lora: LoraInput | LoraMix | None, event: Event, waited_s: float = 0.0
+        self, lora: LoraInput | LoraMix | None, event: Event, waited_s: float = 0.0, read_s: float = 0.0
     ) -> Iterator[Sample]:
-        """waited_s: before the engine got it; it counts as queueing time and towards the first token."""
+        """waited_s: before the engine got it; it counts as queueing time and towards the first token. read_s:
+        of that, for its adapter to be read.
+        """
         self._starting = self._starting and is_starting()
         if self._starting:
             return
@@ -204,6 +207,9 @@ class RequestMeter:
         prompt, output = metrics.prompt_tokens, metrics.output_tokens
         yield Sample("nv_llm_input_token_len", (("response_metric_type", "total_input_tokens"),), prompt)
         yield Sample("nv_llm_output_token_len", (("response_metric_type", "total_output_tokens"),), output)
+        if metrics.adapter_load_ns:
+            tier = ("tier", metrics.adapter_tier)
+            yield Sample(LOAD_SECONDS, (tier,), read_s + metrics.adapter_load_ns / 1e9)
         for adapter in adapters:
             yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "prompt")), prompt, True)
             yield Sample("manylora_adapter_tokens_total", (adapter, ("kind", "output")), output, True)

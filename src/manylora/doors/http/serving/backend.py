@@ -34,7 +34,7 @@ logger = logging.getLogger("manylora")
 
 MAP_TIMEOUT_S = 2.0  # the engine may be in a step with a long prompt
 MAX_ATTEMPTS = 4  # the adapter may be evicted each time before the engine admits the request
-Meter = Callable[[LoraInput | LoraMix | None, Event, float], None]
+Meter = Callable[[LoraInput | LoraMix | None, Event, float, float], None]
 Wake = Callable[[], None]
 Item = TypeVar("Item")
 
@@ -229,6 +229,7 @@ class Call(Generic[JobT]):
     ticket: int | None = None
     answered: asyncio.Future[None] | None = None  # set when the engine sends no more events
     arrived: float = field(default_factory=time.monotonic)
+    admitted: float = 0.0  # when its turn came
     sent: float = 0.0  # when it was last submitted to the engine
     task: asyncio.Task[None] | None = None
 
@@ -250,14 +251,16 @@ class Call(Generic[JobT]):
 
 
 class Backend:
-    """Belongs to its event loop. meter: called for every ended sequence, with the seconds it waited here."""
+    """Belongs to its event loop. meter: called for every ended sequence, with the seconds it waited here, and
+    those of them for its adapter to be read.
+    """
 
     def __init__(
         self,
         engine: EngineClient,
         catalog: AdapterCatalog,
         queue: FairQueue,
-        meter: Meter = lambda lora, event, waited_s: None,
+        meter: Meter = lambda lora, event, waited_s, read_s: None,
     ) -> None:
         self.catalog, self.queue = catalog, queue
         self.engine, self._meter = engine, meter
@@ -345,6 +348,7 @@ class Backend:
         try:
             first = call.adapters[0][0] if call.adapters else ""
             async with self.queue.turn(first, generation.num_sequences):
+                call.admitted = time.monotonic()
                 await self._with_adapters(call)
         except asyncio.CancelledError:
             if call.ticket is not None and not generation.ended:
@@ -446,7 +450,7 @@ class Backend:
             return
         if event.finish_reason is not None:
             waited_s = call.sent - call.arrived
-            self._meter(call.lora, event, waited_s)
+            self._meter(call.lora, event, waited_s, call.sent - call.admitted)
             self.history.ended(event, waited_s)
         if event.error is not None:
             event = replace(event, error=as_api_error(event.error, call.adapter or ""))

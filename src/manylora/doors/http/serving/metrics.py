@@ -72,9 +72,11 @@ class Metrics:
         """A client disconnected before its response, or in the middle of a stream."""
         self._counters["manylora_clients_left_total"][()] += 1
 
-    def meter(self, lora: LoraInput | LoraMix | None, event: Event, waited_s: float) -> None:
-        """Count a sequence that has ended. waited_s: before the engine had its request."""
-        for sample in self._meter.samples(lora, event, waited_s):
+    def meter(self, lora: LoraInput | LoraMix | None, event: Event, waited_s: float, read_s: float) -> None:
+        """Count a sequence that has ended. waited_s: before the engine had its request. read_s: of that, for
+        its adapter to be read.
+        """
+        for sample in self._meter.samples(lora, event, waited_s, read_s):
             family = FAMILIES[sample.family]
             if family.kind == "histogram":
                 by_labels = self._histograms[sample.family]

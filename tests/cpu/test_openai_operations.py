@@ -4,6 +4,7 @@ records.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import socket
@@ -56,6 +57,36 @@ def test_pages_of_allowed_origins_may_ask() -> None:
         refused = server.http.post("/v1/completions", json=body, headers={"Origin": "https://x.org"})
         assert refused.json()["error"]["code"] == "origin_not_allowed"
         assert refused.headers.get("access-control-allow-origin") is None
+    finally:
+        server.close()
+
+
+def test_the_prefix_cache_is_reset_for_all_or_for_one_adapter(tmp_path: Path) -> None:
+    (keys := tmp_path / "keys.yaml").write_text(
+        "keys:\n"
+        + "".join(
+            f"- {{name: {name}, sha256: {hashlib.sha256(name.encode()).hexdigest()}, admin: {admin}}}\n"
+            for name, admin in (("chief", "true"), ("guest", "false"))
+        )
+    )
+    server = Running(lora_root=(DEMO / "adapters",), api_keys=keys, open_metrics=True)
+    prompt = list(range(1, 200))
+
+    def reused(model: str) -> float:
+        before = server.app.state.routes.context.backend.stats().kv_tokens_reused
+        assert server.post(model=model, prompt=prompt, max_tokens=1, key="chief").status_code == 200
+        return server.app.state.routes.context.backend.stats().kv_tokens_reused - before
+
+    try:
+        assert [reused("chinese"), reused("japanese"), reused("demo")] == [0, 0, 0]
+        assert min(reused(name) for name in ("chinese", "japanese", "demo")) > 100
+        assert server.post("/reset_prefix_cache?lora_name=chinese", "chief").status_code == 200
+        assert reused("chinese") == 0 and reused("japanese") > 100 and reused("demo") > 100
+        assert server.post("/reset_prefix_cache", "chief").status_code == 200
+        assert [reused("chinese"), reused("japanese"), reused("demo")] == [0, 0, 0]
+        assert server.post("/reset_prefix_cache", "guest").status_code == 403
+        missing = server.post("/reset_prefix_cache?lora_name=nobody", "chief")
+        assert missing.status_code == 404 and missing.json()["error"]["param"] == "lora_name"
     finally:
         server.close()
 

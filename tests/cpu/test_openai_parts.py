@@ -105,7 +105,7 @@ def test_every_route_counts_towards_a_keys_limits_or_says_why_not() -> None:
         *(f"pooled.{name}" for name in ("embeddings", "classify", "score", "rerank", "pooling")),
         *(f"batches.{name}" for name in ("upload", "delete", "content", "create", "cancel")),
         "messages", "count_tokens", "tgi.generate", "tgi.generate_stream", "tgi.compat",
-        "tinker.create_sampling_session",
+        "tinker.create_sampling_session", "reset_prefix_cache",
         *(f"sleeping.{name}" for name in ("sleep", "wake_up", "is_sleeping")),
     }  # fmt: skip
 

@@ -252,6 +252,10 @@ class Engine:
         """Allow its eviction again. No effect if it is not pinned."""
         self.adapters.unpin(task_id)
 
+    def reset_prefix_cache(self, digest: str | None = None) -> None:
+        """Reuse no KV blocks that are in the cache now. digest: only those of this adapter alone."""
+        self._kv.reset(digest)
+
     def cache_map(self) -> CacheMap:
         """The adapter on each page of the cache."""
         return self.adapters.map()

@@ -127,6 +127,10 @@ class StatePool:
             group.state_reserve = []
         sequence.state = type(state)()
 
+    def is_read(self, node: int) -> bool:
+        """Whether a sequence will start from the snapshot of this node."""
+        return node in self._readers
+
     def forget(self, node: int) -> None:
         """The block of this node was evicted."""
         slot = self._snapshots.pop(node, None)
@@ -358,16 +362,38 @@ class KvCache:
         """Forget the blocks of a content that no name and no running sequence uses any more. Blocks of a
         sequence that switched to another content are evicted in their turn.
         """
+        for block in self._registered(digest):
+            self._unsaved.pop(block, None)
+            if block in self._idle:
+                self._idle.discard(block)
+                self._forget(block)
+
+    def reset(self, digest: str | None) -> None:
+        """Let no later sequence reuse what is in the cache now. digest: only of this content; what a store has
+        is not reused either, whatever its content.
+        """
+        if self._store is not None:
+            self._store.reset()
+        for block in self._registered(digest):
+            self._unsaved.pop(block, None)
+            # A snapshot from which a sequence is about to start must stay.
+            if self.states is None or not self.states.is_read(self._node_of[self._key_of[block]]):
+                self._idle.discard(block)
+                self._forget(block)
+
+    def _registered(self, digest: str | None) -> list[int]:
+        """Blocks for reuse, of one content or of all."""
+        if digest is None:
+            return list(self._key_of)
         gone: set[object] = set()  # nodes; children have larger numbers than parents
+        found: list[int] = []
         for node, block in sorted(self._block_of.items()):
             parent, _, maker = self._key_of[block]
             makers = (parent.partition(":")[0] if isinstance(parent, str) else "", maker.rpartition(":")[2])
             if parent in gone or digest in makers:
                 gone.add(node)
-                self._unsaved.pop(block, None)
-                if block in self._idle:
-                    self._idle.discard(block)
-                    self._forget(block)
+                found.append(block)
+        return found
 
     def drop_all(self) -> None:
         """Forget all blocks that no sequence uses."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import threading
 import weakref
 from collections import Counter, deque
@@ -91,7 +92,7 @@ class KvStore:
             )
         self._keeps_read = bool(num_slots)
         self._files: CopyFolder | None = None
-        self._config, self._parts = config, made_by
+        self._config, self._parts, self._since_reset = config, made_by, ""
         if config.kv_disk_cache_dir is not None:
             num_slots = max(num_slots, PASSING)
             folder = _open_folder(config.kv_disk_cache_dir)
@@ -119,10 +120,15 @@ class KvStore:
             copy.wait()
         self._kv = kv
         if reloaded:
-            with self._lock:
-                self._held.clear()
-                self._order = IdleBlocks()
-            self._made_by = self._identity()
+            self.reset()
+
+    def reset(self) -> None:
+        """Let nothing that was copied before be found by this process."""
+        with self._lock:
+            self._held.clear()
+            self._order = IdleBlocks()
+        self._since_reset = secrets.token_hex(16)
+        self._made_by = self._identity()
 
     def key(self, parent: BlockKey | None, root: str, adapter: str, tokens: Sequence[int]) -> BlockKey:
         """The key of a block after `parent`, None: the first one. root, adapter: `Sequence.root` and
@@ -192,7 +198,10 @@ class KvStore:
 
     def _identity(self) -> str:
         """Digest of all that determines the content of blocks beside their sequence and adapter."""
-        parts, folder = [*self._parts, self._block_bytes], self._config.kv_disk_cache_dir
+        parts: list[object] = [*self._parts, self._block_bytes]
+        if self._since_reset:
+            parts.append(self._since_reset)
+        folder = self._config.kv_disk_cache_dir
         if folder is not None:
             parts.append(_digest_checkpoint(self._config.model_dir, folder / DIGESTS))
         return blake3(repr(parts).encode()).hexdigest()

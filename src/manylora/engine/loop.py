@@ -190,6 +190,10 @@ class EngineLoop:
 
         self._inbox.put(show)
 
+    def reset_prefix_cache(self, digest: str | None) -> None:
+        """As `Engine.reset_prefix_cache`, before later requests."""
+        self._inbox.put(partial(self._engine.reset_prefix_cache, digest))
+
     def pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
         """Keep an adapter in the cache. answer: called as in `cache_map`, None or why it failed."""
 

@@ -63,6 +63,7 @@ def make_front(options: FleetOptions, replicas: DeploymentHandle) -> Starlette:
         *(Route(path, _answered(front.change), methods=[method]) for method, path, _ in ADAPTER_ROUTES),
         Route("/metrics", _answered(front.metrics)),
         Route("/v1/cache", _answered(front.cache)),
+        Route("/reset_prefix_cache", _answered(front.reset_prefix_cache), methods=["POST"]),
         Route("/{path:path}", _answered(front.forward), methods=any_method),
     ]
     return Starlette(routes=routes, middleware=cors(options))
@@ -189,8 +190,8 @@ class _Front:
         """The answers of all replicas that answer within ALL_S, with their reports, by name, and those that
         do not. First a refusal, if there is one: all judge a request and its key in the same way."""
         call = RemoteRequest.of(request)
-        # Replicas number their points differently, so request all of them.
-        call = replace(call, scope={**call.scope, "query_string": b""})
+        if request.method == "GET":  # replicas number their points differently, so request all of them
+            call = replace(call, scope={**call.scope, "query_string": b""})
         given, missing = await call_all(self._replicas, "whole_answer", call)
         if not given:
             raise ApiError(503, "engine_unavailable", "No replica answers at the moment", retry_after=1)
@@ -200,6 +201,13 @@ class _Front:
                 refused.raw_headers = answer.headers
                 return refused, given, missing
         return None, given, missing
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        refused, _, missing = await self._ask_all(request)
+        if refused is None and missing:
+            reason = f"These replicas did not answer: {', '.join(missing)}"
+            raise ApiError(503, "replica_late", reason, retry_after=1)
+        return refused or Response()
 
     async def metrics(self, request: Request) -> Response:
         refused, given, missing = await self._ask_all(request)

@@ -148,6 +148,7 @@ ROUTES = [
         for prefix in ("", "/v1")
         for path, name in (("live", "live"), ("ready", "ready"), ("model", "probe"))
     ),
+    ("POST", "/reset_prefix_cache", "reset_prefix_cache"),
     ("GET", "/metrics", "show_metrics"),
     ("GET", "/ping", "ready"),
     ("GET", "/tokenizer_info", "tokenizer_info"),
@@ -316,6 +317,18 @@ class _Routes:
         stats, failures = self.context.backend.stats(), self._catalog.num_failures
         text = self.context.metrics.render(stats, states, failures, len(self.context.pinning))
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """?lora_name=: of one adapter."""
+        key, name = self.key(request), request.query_params.get("lora_name")
+        self.context.keyring.check_operator(key)
+        digest = None
+        if name is not None:
+            self._inference.check_use(check_name(name, "lora_name"), key, field="lora_name")
+            entry = self._catalog.entry(self._catalog.aliases.resolve(name))
+            digest = (await self._catalog.version(entry.name)).digest
+        self.context.backend.engine.reset_prefix_cache(digest)
+        return Response()
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})

@@ -249,6 +249,7 @@ class InProcessEngine:
         self.resident = engine.is_resident
         self.submit, self.cancel, self.publish = loop.submit, loop.cancel, loop.publish
         self.stats, self.cache_map = loop.stats, loop.cache_map
+        self.reset_prefix_cache = loop.reset_prefix_cache
         self.pins = loop
         self._hang_s, self._ended = hang_s, ended
         self._stalled_s = 0.0

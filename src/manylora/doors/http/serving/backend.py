@@ -197,6 +197,9 @@ class EngineClient(Protocol):
     def publish(self, lora: LoraInput) -> object:
         """Make this content, which is included, the version that its name means. Does not wait."""
 
+    def reset_prefix_cache(self, digest: str | None) -> None:
+        """Reuse no KV blocks from before, of this content or of all. Raises ApiError."""
+
     def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
         """Call `take` with the map, from any thread, or with None if the engine has none."""
 

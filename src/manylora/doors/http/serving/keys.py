@@ -135,6 +135,11 @@ class Keyring:
             raise ApiError(403, "not_allowed", f"{reason}'admin: true' in {here}")
         return key
 
+    def check_operator(self, key: ApiKey) -> None:
+        """Whether a key may do what all others notice. Raises ApiError 403."""
+        if self._has_file and not key.admin:
+            raise ApiError(403, "not_allowed", "This needs an API key with 'admin: true'")
+
     def identify(self, authorization: str) -> ApiKey:
         """The key of an Authorization header. Raises ApiError 401."""
         if self._keys is None:

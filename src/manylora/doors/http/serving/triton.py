@@ -212,6 +212,10 @@ class TritonEngine:
 
     pins = loop = None
 
+    def reset_prefix_cache(self, digest: str | None) -> None:
+        reason = "The prefix cache is Triton's, which cannot be told to reset it: load its model again"
+        raise ApiError(501, "not_supported", reason)
+
     def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
         """Triton does not report pages."""
         take(None)

@@ -18,7 +18,8 @@ from manylora.doors.http.api.errors import ApiError
 from manylora.doors.http.api.params import Limits, plan
 from manylora.doors.http.api.schema import CompletionRequest
 from manylora.doors.http.app import FREE, ROUTES
-from manylora.doors.http.serving.backend import EventQueue, FairQueue, Signal
+from manylora.doors.http.serving.backend import EventQueue, Signal
+from manylora.doors.http.serving.fair_queue import FairQueue
 from manylora.doors.http.serving.keys import ApiKey, Keyring
 from manylora.doors.http.serving.responses import Answers, ChatResponse, CompletionResponse, ResponseBuilder
 from manylora.errors import ConfigError

@@ -39,7 +39,7 @@ from manylora.config.repository import quant_config
 from manylora.doors.http.api.params import Limits
 from manylora.doors.http.app import AppContext, cors, make_app
 from manylora.doors.http.options import ENGINE_NAMES, ServeOptions
-from manylora.doors.http.serving.backend import Backend, EngineClient, FairQueue, Wake
+from manylora.doors.http.serving.backend import Backend, EngineClient, Wake
 from manylora.doors.http.serving.connections import (
     AT_ONCE,
     Clients,
@@ -48,6 +48,7 @@ from manylora.doors.http.serving.connections import (
     listen_uds,
     raise_open_files,
 )
+from manylora.doors.http.serving.fair_queue import FairQueue
 from manylora.doors.http.serving.inference import Inference
 from manylora.doors.http.serving.keys import HostCheck, Keyring
 from manylora.doors.http.serving.metrics import Metrics

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,35 @@ def test_the_prefix_cache_is_reset_for_all_or_for_one_adapter(tmp_path: Path) ->
         assert server.post("/reset_prefix_cache", "guest").status_code == 403
         missing = server.post("/reset_prefix_cache?lora_name=nobody", "chief")
         assert missing.status_code == 404 and missing.json()["error"]["param"] == "lora_name"
+    finally:
+        server.close()
+
+
+def test_a_request_with_a_lower_priority_comes_first() -> None:
+    server = Running(scheduling_policy="priority", max_batch_size=1)
+    queue, order = server.app.state.routes.context.backend.queue, list[int]()
+
+    def ask(priority: int) -> None:
+        messages = [{"role": "user", "content": "Hello"}]
+        client = server.client(str(priority))
+        client.chat.completions.create(
+            model="demo", messages=messages, max_tokens=2, extra_body={"priority": priority}
+        )
+        order.append(priority)
+
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            long = {"model": "demo", "prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+            with server.http.stream("POST", "/v1/completions", json=long) as running:
+                assert running.status_code == 200
+                work = []
+                for number, priority in enumerate((7, 3, -2), 1):
+                    work.append(threads.submit(ask, priority))
+                    wait_for(lambda number=number: queue.num_waiting == number)
+            for one in work:  # the first one was cancelled
+                one.result()
+        assert order == [-2, 3, 7]
+        assert server.post("/v1/embeddings", model="demo", input="a", priority=-1).status_code == 200
     finally:
         server.close()
 

@@ -52,6 +52,61 @@ def test_a_hot_adapter_waits_for_itself_only() -> None:
     assert max(order.index(key) for key in "abc") < 12
 
 
+def served(requests: list[tuple[str, int, int]], output: int = 0) -> list[str]:
+    """The order in which these wait for one slot: key, tokens, priority."""
+
+    async def run() -> list[str]:
+        queue, order = FairQueue(1), []
+
+        async def one(key: str, tokens: int, priority: int) -> None:
+            async with queue.turn(key, 1, tokens, priority):
+                order.append(key)
+                await asyncio.sleep(0)
+                queue.count_output(key, output if key == "long" else 0)
+
+        await asyncio.gather(*(one(*request) for request in requests))
+        assert queue.num_waiting == 0 and not queue.waiting_keys
+        return order
+
+    return asyncio.run(run())
+
+
+def test_turns_are_shared_by_tokens() -> None:
+    both = [("long", 1000, 0), ("short", 100, 0)] * 11
+    order = served(both)
+    assert order[:2] == ["long", "short"] and order.index("long", 1) == 11  # 10 of 100 for one of 1000
+    assert order[12:].count("short") == 1
+    order = served([("long", 100, 0), ("short", 100, 0)] * 11, output=450)
+    assert order.index("long", 1) == 11  # outputs count, too
+
+
+def test_who_has_not_waited_gets_no_turns_for_it() -> None:
+    """After 50 requests alone an adapter is not behind one that comes now, nor far before it."""
+
+    async def run() -> list[str]:
+        queue, order = FairQueue(1), []
+
+        async def one(key: str) -> None:
+            async with queue.turn(key, 1, 10):
+                order.append(key)
+                await asyncio.sleep(0)
+
+        old = [asyncio.create_task(one("old")) for _ in range(60)]
+        while len(order) < 50:
+            await asyncio.sleep(0)
+        new = [asyncio.create_task(one("new")) for _ in range(10)]
+        await asyncio.gather(*old, *new)
+        return order[50:]
+
+    order = asyncio.run(run())
+    assert 4 <= order[:12].count("new") <= 8, order
+
+
+def test_priority_comes_before_turns() -> None:
+    order = served([("a", 1, 0), ("a", 1, 5), ("a", 1, 0), ("b", 9, -1), ("b", 9, -1), ("c", 1, 0)])
+    assert order[:3] == ["a", "b", "b"] and order[-1] == "a", order
+
+
 def test_turns_are_given_back_by_who_is_cancelled_and_the_line_has_an_end() -> None:
     async def run() -> None:
         queue = FairQueue(1, max_waiting=2)

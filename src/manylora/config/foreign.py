@@ -112,7 +112,6 @@ SERVE = ForeignNames(
         ),
         "response_role": ("assistant",),
         "chat_template_content_format": ("auto", "string"),
-        "scheduling_policy": ("fcfs",),
         "cpu_offload_gb": ("0",),
         "kv_offloading_backend": ("native",),
         "max_logprobs": ("20",),

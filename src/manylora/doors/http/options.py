@@ -210,6 +210,9 @@ class ServeOptions:
     open_metrics: bool = setting(False, "serve /metrics without a key")
     max_request_bytes: int = setting(2**24, "maximum size of a request body", least=1)
     max_queue_size: int = setting(1024, "maximum number of waiting requests; 0: no limit")
+    scheduling_policy: str = setting(
+        "fcfs", "fcfs: adapters take turns, by tokens; priority: requests with a lower priority come first",
+        choices=("fcfs", "priority"))
     max_connections: int = setting(
         4096, "maximum number of open connections; beyond it idle ones are closed, or new ones get 503",
         least=1)

@@ -109,9 +109,11 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
         uploads = Uploads(options.lora_upload_bytes, options.lora_upload_dir, record)
         catalog = await _open_catalog(options, served, texts, uploads)
         metrics = Metrics(options.bases[0])
-        queue = FairQueue(BATCHES_QUEUED * max_samples, options.max_queue_size)
+        priorities = options.scheduling_policy == "priority"  # what waits in the engine is not overtaken
+        batches = 1 if priorities else BATCHES_QUEUED
+        queue = FairQueue(batches * max_samples, options.max_queue_size)
         backend = Backend(served.start(), catalog, queue, metrics.meter)
-        limits = Limits(served.max_seq_len, vocab_size, max_samples=max_samples)
+        limits = Limits(served.max_seq_len, vocab_size, max_samples=max_samples, priorities=priorities)
         fingerprint = f"fp_{options.bases[0]}"
         names, parsers = options.bases, Parsers(options.reasoning_parser, options.tool_call_parser)
         inference = Inference(

@@ -42,7 +42,7 @@ class Limits:
     """What one request may ask for.
 
     max_sequences: of all prompts together; max_samples: of one. logits_bytes: float32 logits of one prompt,
-    needed for log probabilities with echo.
+    needed for log probabilities with echo. priorities: whether requests may have one.
     """
 
     max_seq_len: int
@@ -50,6 +50,7 @@ class Limits:
     max_sequences: int = 256
     logits_bytes: int = 2**28
     max_samples: int = 128
+    priorities: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,16 @@ def _check_support(body: GenerationRequest, limits: Limits) -> None:
     if max(body.n, best_of or 0) > limits.max_samples:
         name = "n" if body.n > limits.max_samples else "best_of"
         raise invalid_value(f"{name} must be at most max_batch_size ({limits.max_samples})", name)
-    if body.priority != 0:
-        reason = "priority: only 0 is supported, as adapters take turns: leave it out, or set it to 0"
-        raise unsupported_field(reason, "priority")
+    check_priority(body.priority, limits)
     if body.prompt_logprobs is not None and body.stream:
         raise unsupported_field("prompt_logprobs needs stream false", "prompt_logprobs")
+
+
+def check_priority(priority: int, limits: Limits) -> None:
+    """Raises ApiError."""
+    if priority and not limits.priorities:
+        reason = "priority: this server does not order requests by it: it needs --scheduling-policy priority"
+        raise unsupported_field(reason, "priority")
 
 
 def _max_tokens(

@@ -251,7 +251,7 @@ class GenerationRequest(SamplingFields, AdapterFields, GuideFields, NeutralField
     return_token_ids: bool = False
     request_id: RequestId | None = None  # the response's id contains it
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)  # only 0 is allowed
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)  # lower is earlier
     lora_version: Literal["keep", "follow"] = "keep"  # follow: switch to newer adapter versions while running
 
 

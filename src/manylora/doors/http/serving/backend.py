@@ -139,6 +139,7 @@ class Call(Generic[JobT]):
     changed: set after every change; the calls of one HTTP request share it. guide_field: where the guide came
     from, for errors. adapters: names and scales; `adapter` is the name in the request. version: of the first
     adapter. content: digest of everything that acts; empty: the base model. follow: lora_version.
+    priority: lower is earlier.
     """
 
     generation: JobT
@@ -149,6 +150,7 @@ class Call(Generic[JobT]):
     adapters: tuple[tuple[str, float], ...] = ()
     follow: bool = False
     guide_field: str = FORMAT
+    priority: int = 0
     version: Version | None = None
     content: str = ""
     lora: LoraInput | LoraMix | None = None
@@ -273,7 +275,8 @@ class Backend:
         generation = call.generation
         try:
             first = call.adapters[0][0] if call.adapters else ""
-            async with self.queue.turn(first, generation.num_sequences):
+            tokens = len(generation.prompt)
+            async with self.queue.turn(first, generation.num_sequences, tokens, call.priority):
                 call.admitted = time.monotonic()
                 await self._with_adapters(call)
         except asyncio.CancelledError:
@@ -378,6 +381,9 @@ class Backend:
             waited_s = call.sent - call.arrived
             self._meter(call.lora, event, waited_s, call.sent - call.admitted)
             self.history.ended(event, waited_s)
+            if event.metrics is not None:
+                first = call.adapters[0][0] if call.adapters else ""
+                self.queue.count_output(first, event.metrics.output_tokens)
         if event.error is not None:
             event = replace(event, error=as_api_error(event.error, call.adapter or ""))
         alone = isinstance(call.lora, LoraInput)  # mixes are not counted

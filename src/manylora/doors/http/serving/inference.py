@@ -361,6 +361,7 @@ class Inference:
             choice.adapters,
             follow=body.lora_version == "follow",
             guide_field=shared.guide_field,
+            priority=body.priority,
         )
 
 

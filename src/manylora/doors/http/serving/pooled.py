@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from manylora.config.pooling import PoolingSettings
 from manylora.doors.http.api.errors import ApiError, context_length, invalid_value
+from manylora.doors.http.api.params import check_priority
 from manylora.doors.http.api.schema import (
     MAX_INPUTS,
     MAX_TOKENS,
@@ -54,7 +55,7 @@ class PooledRequest(AdapterFields):
     softmax: bool | None = None
     request_id: RequestId | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    priority: int = Field(0, ge=0, le=0)
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
     user: Text | None = None
 
     @model_validator(mode="after")
@@ -293,6 +294,7 @@ class PooledApi:
         self, request: Request, body: PooledRequest, prompts: Sequence[Prompt], asked: ResolvedRequest
     ) -> Answered:
         choice = asked.choice
+        check_priority(body.priority, self._inference.limits)
         changed, name = Signal(), name_of(request, body.request_id)
         calls = [
             Call(
@@ -302,6 +304,7 @@ class PooledApi:
                 body.load_lora_weights,
                 choice.source,
                 choice.adapters,
+                priority=body.priority,
             )
             for number, (ids, pooling) in enumerate(prompts)
         ]

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -121,6 +122,67 @@ def test_a_request_with_a_lower_priority_comes_first() -> None:
         server.close()
 
 
+@pytest.fixture(scope="module")
+def canary() -> Iterator[Running]:
+    server = Running(
+        lora_root=(DEMO / "adapters",),
+        lora_alias=(("support", "japanese@10,chinese@90"),),
+        allow_runtime_lora_updating=True,
+    )
+    yield server
+    server.close()
+
+
+def answered_by(server: Running, alias: str, users: Iterable[str]) -> dict[str, str]:
+    client = server.client()
+    return {
+        user: client.completions.create(model=alias, prompt="a", max_tokens=1, user=user).model
+        for user in users
+    }
+
+
+def test_an_alias_of_several_models_keeps_to_one_for_each_user(canary: Running) -> None:
+    users = [f"user-{number}" for number in range(60)]
+    first = answered_by(canary, "support", users)
+    assert first == answered_by(canary, "support", users)
+    few = {user for user, model in first.items() if model == "japanese"}
+    assert 1 <= len(few) <= 15 and set(first.values()) == {"japanese", "chinese"}
+    series = 'manylora_alias_requests_total{alias="support",model="japanese"}'
+    assert canary.metric(series) == 2 * len(few)
+    targets = [{"id": "japanese", "weight": 10}, {"id": "chinese", "weight": 90}]
+    card = next(one for one in canary.client().models.list().data if one.id == "support")
+    assert card.targets == targets and card.root == "chinese"
+    assert canary.http.get("/v1/models/support").json()["targets"] == targets
+    body = {"lora_name": "support", "alias_of": "japanese@50,chinese@50", "load_inplace": True}
+    assert canary.post("/v1/load_lora_adapter", **body).status_code == 200
+    later = answered_by(canary, "support", users)
+    assert few < {user for user, model in later.items() if model == "japanese"}  # who had it keeps it
+    body["alias_of"] = "japanese@0,demo@1"
+    assert canary.post("/v1/load_lora_adapter", **body).status_code == 200
+    assert set(answered_by(canary, "support", users[:5]).values()) == {"demo"}
+    chat = {"model": "support", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    streamed = canary.http.post("/v1/chat/completions", json=chat | {"stream": True}).text
+    assert '"model":"demo"' in streamed and '"model":"support"' not in streamed
+
+
+@pytest.mark.parametrize(
+    ("alias_of", "status", "words"),
+    [
+        ("japanese@10,nobody@90", 404, "nobody"),
+        ("japanese@1.5,chinese@1", 400, "whole numbers"),
+        ("japanese@1,japanese@2", 400, "each once"),
+        ("japanese@0,chinese@0", 400, "at least 1"),
+        ("japanese,chinese", 400, "NAME@WEIGHT"),
+        ("japanese@1,loop@1", 400, "stands for"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(canary: Running, alias_of: str, status: int, words: str) -> None:
+    answer = canary.post("/v1/load_lora_adapter", lora_name="loop", alias_of=alias_of)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert words in error["message"] and error["param"] == "alias_of"
+
+
 def test_the_time_to_load_an_adapter_is_a_metric() -> None:
     series = 'vllm:lora_adapter_load_seconds_count{tier="wire"}'
     server = Running(lora_root=(DEMO / "adapters",), device="cpu")
@@ -137,6 +199,7 @@ def test_the_time_to_load_an_adapter_is_a_metric() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--lora-alias", "a=b@x,c@1"], "with whole numbers"),
         (["--allowed-origins", "https://a.org"], "must be a JSON list"),
         (["--allowed-origins", '["https://a.org/"]'], "is no origin"),
         (["--allow-credentials"], "allow_credentials needs allowed_origins"),

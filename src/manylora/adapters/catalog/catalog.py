@@ -30,7 +30,7 @@ from manylora.adapters.catalog.files import (
     path_below,
 )
 from manylora.adapters.catalog.levels import DiskLevel
-from manylora.adapters.catalog.names import MAX_ALIASES, Aliases, Versions, name_problem
+from manylora.adapters.catalog.names import MAX_ALIASES, Aliases, Versions, name_problem, targets_of
 from manylora.adapters.catalog.reader import AdapterReader
 from manylora.adapters.catalog.uploads import Uploads
 from manylora.adapters.remote.files import SourceError
@@ -332,18 +332,24 @@ class AdapterCatalog:
 
     def load_alias(self, name: str, target: str, *, replace: bool, later: bool = False) -> None:
         """Let a name stand for an adapter, an alias or the base model. replace: it may stand for another by
-        now. later: what it stands for may come later. Raises CatalogError."""
+        now. later: what it stands for may come later. Raises CatalogError, and ValueError as `targets_of`."""
         self._check_name(name)
         if name in self._entries or (name in self.aliases and not replace):
             raise CatalogError("adapter_exists", f"{name!r} is a model's name already", "lora_name")
-        meant = self.aliases.resolve(target)
-        if not later and meant not in self._entries and meant not in self._bases:
-            raise not_found(target, "alias_of")
-        if self.aliases.leads_to(target, name):
-            raise CatalogError("alias_circle", f"{target!r} stands for {name!r} already", "alias_of")
+        for one, _ in targets_of(target):
+            if self.aliases.leads_to(one, name):
+                raise CatalogError("alias_circle", f"{one!r} stands for {name!r} already", "alias_of")
+            if not later and (missing := self.missing(one)):
+                raise not_found(missing[0], "alias_of")
         if not self.aliases.has_room_for(name):
             raise CatalogError("invalid_value", f"There are {MAX_ALIASES} aliases already", "alias_of")
         self.aliases[name] = target
+
+    def missing(self, name: str) -> list[str]:
+        """Of what a name stands for, what does not exist."""
+        return [
+            one for one in self.aliases.targets(name) if one not in self._entries and one not in self._bases
+        ]
 
     async def unload(self, name: str, timeout_s: float) -> int:
         """Take no more requests for it and wait for those under way. Returns how many are left."""

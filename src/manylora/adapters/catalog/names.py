@@ -9,6 +9,9 @@ import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 
 from manylora.adapters.remote.resolver import AdapterSources, Located, is_url
@@ -19,6 +22,8 @@ MAX_BYTES = 2**24
 MAX_LENGTH = 128  # of a name
 MAX_FOLDERS = 5  # of a name; a scan of a folder looks as deep
 MAX_ALIASES = 65536
+MAX_TARGETS = 16  # of an alias
+WEIGHT = re.compile("[0-9]{1,9}")
 LATEST = ":latest"  # the tag that Ollama's clients add to any name
 MAX_NAMES = 2**16  # whose versions are known
 
@@ -161,8 +166,23 @@ def read_names(file: Path) -> dict[str, Path]:
     return found | {name: one.path for name, one in zip(urls, located, strict=True)}
 
 
+def targets_of(target: str) -> list[tuple[str, int]]:
+    """What an alias stands for, with weights: NAME, or NAME@WEIGHT,NAME@WEIGHT. Raises ValueError."""
+    if "@" not in target and "," not in target:
+        return [(target, 1)]
+    found = [(name, weight) for name, _, weight in (one.strip().partition("@") for one in target.split(","))]
+    if not all(is_name(name) and WEIGHT.fullmatch(weight) for name, weight in found):
+        raise ValueError(f"must be NAME, or NAME@WEIGHT,NAME@WEIGHT with whole numbers, got {target[:200]!r}")
+    weights = {name: int(weight) for name, weight in found}
+    if len(weights) < len(found) or len(found) > MAX_TARGETS or not any(weights.values()):
+        reason = f"must name 1 to {MAX_TARGETS} models, each once, and one with a weight of at least 1"
+        raise ValueError(f"{reason}, got {target[:200]!r}")
+    return list(weights.items())
+
+
 class Aliases(dict[str, str]):
-    """name -> target, which may itself be an alias; whoever adds one checks `has_room_for` and `leads_to`.
+    """name -> target, as of `targets_of`; each may itself be an alias. Whoever adds one checks `has_room_for`
+    and `leads_to`.
 
     given: the first ones. Raises ConfigError for a cycle.
     """
@@ -170,25 +190,45 @@ class Aliases(dict[str, str]):
     def __init__(self, given: Mapping[str, str]) -> None:
         super().__init__()
         for name, target in given.items():
-            if self.leads_to(target, name):
+            if any(self.leads_to(one, name) for one, _ in targets_of(target)):
                 raise ConfigError(f"lora_alias: {name}={target} leads back to itself")
             self[name] = target
 
-    def resolved(self) -> list[tuple[str, str]]:
-        """Each alias with its final target."""
-        return [(name, self.resolve(name)) for name in sorted(self)]
-
-    def resolve(self, name: str) -> str:
-        """The final target of a name. A name that is not an alias is returned as it is."""
+    def resolve(self, name: str, by: str | None = None) -> str:
+        """The final target of a name. A name that is not an alias is returned as it is. by: who asks, and
+        gets the same one of several targets every time. None: the one with the largest weight.
+        """
         while name in self:
-            name = self[name]
+            name = _chosen(targets_of(self[name]), None if by is None else f"{name}\0{by}")
         return name
+
+    def targets(self, name: str) -> list[str]:
+        """All final targets of a name."""
+        return [one for one in self._reached(name) if one not in self]
 
     def has_room_for(self, name: str) -> bool:
         return name in self or len(self) < MAX_ALIASES
 
     def leads_to(self, name: str, end: str) -> bool:
-        """Whether a name resolves to another, or equals it."""
-        while name != end and name in self:
-            name = self[name]
-        return name == end
+        """Whether a name may resolve to another, or equals it."""
+        return end in self._reached(name)
+
+    def _reached(self, name: str) -> dict[str, None]:
+        """A name, and all that it may stand for."""
+        found, todo = {name: None}, [name]
+        for one in todo:
+            for target, _ in targets_of(self[one]) if one in self else ():
+                if target not in found:
+                    found[target] = None
+                    todo.append(target)
+        return found
+
+
+def _chosen(found: list[tuple[str, int]], by: str | None) -> str:
+    """by: None: the one with the largest weight. A larger weight of the first keeps those who had it."""
+    if by is None or len(found) == 1:
+        return max(found, key=itemgetter(1))[0]
+    digest = blake2b(by.encode(errors="replace"), digest_size=8).digest()
+    share = int.from_bytes(digest, "big") / 2**64 * sum(weight for _, weight in found)
+    ends = accumulate(weight for _, weight in found)
+    return next((name for (name, _), end in zip(found, ends, strict=True) if share < end), found[-1][0])

@@ -234,5 +234,6 @@ def requested_adapter(fields: Mapping[str, Any], bases: Sequence[str], aliases: 
     base = next((base for base in bases if name == base or name.startswith(base + ":")), None)
     name = name if base is None else name[len(base) + 1 :]
     name = name.partition("+")[0]  # adapter names never contain a +
-    meant = aliases.resolve(name) if name else None
+    user = fields.get("user")
+    meant = aliases.resolve(name, user if isinstance(user, str) else None) if name else None
     return None if meant in bases else meant

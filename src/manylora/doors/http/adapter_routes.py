@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from manylora.adapters.catalog.catalog import AdapterCatalog
 from manylora.adapters.catalog.entry import Terms, Version
+from manylora.adapters.catalog.names import targets_of
 from manylora.adapters.catalog.pinning import Pinning
 from manylora.adapters.catalog.shared import SharedAdapters
 from manylora.adapters.catalog.uploads import Kept, Uploads
@@ -74,10 +75,16 @@ class AdapterRoutes:
             for field in ("pinned", "idle_ttl_seconds", "owner", "public"):
                 if getattr(body, field):
                     raise invalid_value(f"{field}: an alias is as the adapter that it stands for", field)
-            key.check(check_name(target, "alias_of"), self._catalog.owner_of(target))
+            try:
+                targets = targets_of(target)
+            except ValueError as error:
+                raise invalid_value(f"alias_of {error}", "alias_of") from error
+            for one, _ in targets:
+                key.check(check_name(one, "alias_of"), self._catalog.owner_of(one))
             self._catalog.load_alias(name, target, replace=body.load_inplace)
             self._keep(name)
-            return PlainTextResponse(f"Success: {name!r} stands for {self._catalog.aliases.resolve(name)!r}.")
+            meant = " or ".join(map(repr, self._catalog.aliases.targets(name)))
+            return PlainTextResponse(f"Success: {name!r} stands for {meant}.")
         assert body.lora_path is not None
         known = self._catalog.has(name)
         terms = self._terms(name, body, key)
@@ -156,12 +163,12 @@ class AdapterRoutes:
     async def pin(self, request: Request) -> Response:
         self._check_admin(self._loader(request))
         body: PinRequest = await self._read(request, PinRequest)
-        name = self._catalog.aliases.resolve(check_name(body.lora_name, "lora_name"))
-        await (self._pinning.pin if body.pinned else self._pinning.unpin)(name)
-        self._keep(name)
-        return PlainTextResponse(
-            f"Success: LoRA adapter {name!r} {'is pinned' if body.pinned else 'may be evicted'}."
-        )
+        names = self._catalog.aliases.targets(check_name(body.lora_name, "lora_name"))
+        for name in names:
+            await (self._pinning.pin if body.pinned else self._pinning.unpin)(name)
+            self._keep(name)
+        shown, state = " and ".join(map(repr, names)), "is pinned" if body.pinned else "may be evicted"
+        return PlainTextResponse(f"Success: LoRA adapter {shown} {state}.")
 
     async def _loaded(self, name: str, pinned: bool, known: bool, notes: Sequence[str]) -> Response:
         """known: whether the name existed. notes: warnings about settings that may not be what was meant."""

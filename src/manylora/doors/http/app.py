@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from manylora.adapters.catalog.entry import AdapterEntry
+from manylora.adapters.catalog.names import targets_of
 from manylora.adapters.catalog.pinning import Pinning
 from manylora.adapters.catalog.shared import SharedAdapters
 from manylora.adapters.catalog.uploads import Uploads
@@ -269,9 +270,10 @@ class _Routes:
         known = {card["id"]: card for card in cards} | {
             name: self._base_card(name) for name in self._inference.bases
         }
-        for alias, name in self._catalog.aliases.resolved():
-            if name in known and self._inference.may_use(alias, key):
-                cards.append({**known[name], "id": alias})
+        for alias in sorted(self._catalog.aliases):
+            card = known.get(self._catalog.aliases.resolve(alias))
+            if card is not None and self._inference.may_use(alias, key):
+                cards.append({**card, **self._alias_fields(alias)})
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
@@ -279,11 +281,18 @@ class _Routes:
         name = self._catalog.aliases.resolve(given)
         if name in self._inference.bases:
             key.check(None)
-            return JSONResponse({**self._base_card(name), "id": given})
+            return JSONResponse({**self._base_card(name), **self._alias_fields(given)})
         self._inference.check_use(check_name(given, "model"), key)
         await self._catalog.version(name)
         card = self._adapter_card(self._catalog.entry(name), tiers(self.context.backend.stats()))
-        return JSONResponse({**card, "id": given})
+        return JSONResponse({**card, **self._alias_fields(given)})
+
+    def _alias_fields(self, name: str) -> dict[str, Any]:
+        """What a name that may be an alias has in place of what it stands for."""
+        aliases = self._catalog.aliases
+        targets = targets_of(aliases[name]) if name in aliases else []
+        shown = [{"id": one, "weight": weight} for one, weight in targets]
+        return {"id": name} | ({"targets": shown} if len(shown) > 1 else {})
 
     async def tokenize(self, request: Request, body: TokenizeRequest, key: ApiKey) -> Response:
         ids = await (await self._inference.prompts_of(body.model, key)).tokenize(body)
@@ -315,19 +324,21 @@ class _Routes:
             raise ApiError(403, "not_allowed", "Metrics name every adapter: this API key may not see them")
         states = Counter(state_of(entry) for entry in self._catalog.entries())
         stats, failures = self.context.backend.stats(), self._catalog.num_failures
-        text = self.context.metrics.render(stats, states, failures, len(self.context.pinning))
+        pinned, shared = len(self.context.pinning), self._inference.shared_names
+        text = self.context.metrics.render(stats, states, failures, pinned, shared)
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """?lora_name=: of one adapter."""
         key, name = self.key(request), request.query_params.get("lora_name")
         self.context.keyring.check_operator(key)
-        digest = None
         if name is not None:
             self._inference.check_use(check_name(name, "lora_name"), key, field="lora_name")
-            entry = self._catalog.entry(self._catalog.aliases.resolve(name))
-            digest = (await self._catalog.version(entry.name)).digest
-        self.context.backend.engine.reset_prefix_cache(digest)
+            for one in self._catalog.aliases.targets(name):
+                version = await self._catalog.version(self._catalog.entry(one).name)
+                self.context.backend.engine.reset_prefix_cache(version.digest)
+        else:
+            self.context.backend.engine.reset_prefix_cache(None)
         return Response()
 
     async def version(self, request: Request) -> Response:

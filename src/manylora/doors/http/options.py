@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from manylora.adapters.catalog.names import Aliases, is_name, name_problem
+from manylora.adapters.catalog.names import Aliases, is_name, name_problem, targets_of
 from manylora.adapters.remote.resolver import CACHE_BYTES, AdapterSources, Located, is_remote
 from manylora.adapters.text.adapter_text import PARTS, TOKENIZER_BYTES, TextSource, TrustedFolder
 from manylora.checkpoints.gguf.config import is_gguf
@@ -95,9 +95,13 @@ class NamedAdapter:
 
 
 def _alias(given: str) -> tuple[str, str]:
-    """NAME=TARGET. Raises ArgumentTypeError."""
+    """NAME=TARGET, or NAME=TARGET@WEIGHT,TARGET@WEIGHT. Raises ArgumentTypeError."""
     name, _, target = given.partition("=")
-    if not (is_name(name) and is_name(target)):
+    try:
+        plain = is_name(target) or len(targets_of(target)) > 1
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{name[:200]}: {error}") from error
+    if not (is_name(name) and plain):
         raise argparse.ArgumentTypeError(f"must be NAME=TARGET, both names of models, got {given[:200]!r}")
     return name, target
 
@@ -181,7 +185,8 @@ class ServeOptions:
     lora_download_bytes: int = setting(
         CACHE_BYTES, "disk space for adapters from URLs; the least recently used are deleted", least=1)
     lora_alias: tuple[tuple[str, str], ...] = setting(
-        (), "NAME=TARGET: another name for an adapter, or for the base model", parse=_alias)
+        (), "NAME=TARGET: another name for an adapter, or for the base model; with shares of its users: "
+        "NAME=TARGET@10,TARGET@90", parse=_alias)
     lora_trust: tuple[TrustedFolder, ...] = setting(
         (), f"FOLDER or FOLDER=PART,PART: use the adapters' own {', '.join(PARTS)} where they have them",
         parse=_trusted_folder)

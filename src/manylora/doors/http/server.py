@@ -342,6 +342,9 @@ async def _open_catalog(
     await catalog.start()
     for one in options.lora_modules:
         catalog.entry(one.name).located = one.located
+    for alias, target in options.lora_alias:
+        if "@" in target and (missing := catalog.missing(alias)) and options.shared_dir is None:
+            raise ConfigError(f"lora_alias: {alias}={target}: there is no model {missing[0]!r}")
     names, roots = sorted(entry.name for entry in catalog.entries()), ", ".join(map(str, options.lora_root))
     if names:
         more, what = ", …" if len(names) > SHOWN else "", "adapter" if len(names) == 1 else "adapters"

@@ -151,7 +151,7 @@ else:
 
 
 class MessagesRequest(CountTokensRequest, SamplingFields):
-    """metadata, service_tier, speed and inference_geo have no effect."""
+    """metadata, but for its user_id, service_tier, speed and inference_geo have no effect."""
 
     max_tokens: int = Field(ge=1, le=MAX_TOKENS)
     stop_sequences: Items[WordText] = Field([], max_length=16)
@@ -186,6 +186,8 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
         schema = body.output_config.format.schema_
         chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
     if isinstance(body, MessagesRequest):
+        user = (body.metadata or {}).get("user_id")
+        chat["user"] = user[:512] if isinstance(user, str) else None
         chat |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream}
         given = body.model_fields_set & SamplingFields.model_fields.keys()  # else the model's defaults apply
         chat |= {name: getattr(body, name) for name in given}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from manylora.doors.http.api.params import Limits, Shared, plan, shared_of
 from manylora.doors.http.api.schema import AdapterFields, ChatRequest, CompletionRequest, GenerationRequest
 from manylora.doors.http.serving import responses
 from manylora.doors.http.serving.backend import Backend, Call, Signal
-from manylora.doors.http.serving.keys import ApiKey
+from manylora.doors.http.serving.keys import ANYONE, ApiKey
 from manylora.doors.http.serving.prompts import ChatPrompt, Prompts
 from manylora.doors.http.serving.responses import Answers, Echo, ResponseBuilder, RunningCalls
 from manylora.doors.http.serving.transport import EventStream, name_of
@@ -48,13 +49,19 @@ class AdapterChoice:
     """Which adapters a request asks for. field: that named them. name: None is the base model.
 
     source: "hf" or "nemo", if given. mix: several adapters, or one with a scale; `name` is then all joined by
-    +.
+    +. shared: aliases of several models, with those that were chosen for this request.
     """
 
     field: str = "model"
     name: str | None = None
     source: str | None = None
     mix: tuple[tuple[str, float], ...] = ()
+    shared: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def answers(self) -> str:
+        """The model that was chosen for the request, if its name means several."""
+        return self.shared[0][1] if self.shared and not self.mix else ""
 
     @property
     def adapters(self) -> tuple[tuple[str, float], ...]:
@@ -107,6 +114,7 @@ class Inference:
         self.prompts = Prompts(tokenizer, limits)
         self._probe: asyncio.Task[None] | None = None
         self._probed_at = 0.0
+        self.shared_names: Counter[tuple[str, str]] = Counter()  # requests by alias and chosen model
         # Called when a client disconnects during a stream.
         self.on_disconnect: Callable[[], None] = lambda: None
 
@@ -136,7 +144,7 @@ class Inference:
     def may_use(self, name: str, key: ApiKey) -> bool:
         """An alias counts by its own name, because its creator decided who may use it."""
         catalog = self.backend.catalog
-        if catalog.aliases.resolve(name) in self.bases:
+        if not set(self.bases).isdisjoint(catalog.aliases.targets(name)):
             return key.may_see(None) and (name in self.bases or key.may_see(name))
         return key.may_see(name, catalog.owner_of(name))
 
@@ -270,6 +278,7 @@ class Inference:
         if body.truncate_prompt_tokens is not None:
             prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
         changed, name = Signal(), name_of(request, body.request_id)
+        self.shared_names.update(asked.choice.shared)
         rendered = texts[0] if texts else ""
         shared = shared_of(body, self.limits, asked.prompts.tokenizer, rendered, self.parsers)
         calls = [
@@ -285,7 +294,7 @@ class Inference:
             answers = Answers(
                 [call.generation for call in calls],
                 body.n,
-                model=body.model or asked.choice.name or self.bases[0],
+                model=asked.choice.answers or body.model or asked.choice.name or self.bases[0],
                 fingerprint="-".join(filter(None, (self._fingerprint, calls[0].content[:12]))),
                 tokenizer=asked.prompts.tokenizer,
                 name=name,
@@ -322,10 +331,12 @@ class Inference:
                 raise ApiError(403, "not_allowed", reason, "lora_path") from error
 
         choice = choose_adapter(body, [*self.bases, *self._paths], known, name_of_path)
-        members = []
+        members, by = [], asker(body, key)
         for given, scale in choice.adapters:
             self.check_use(given, key, "model", choice.field)
-            name = names.resolve(given)
+            name = names.resolve(given, by)
+            if len(names.targets(given)) > 1:
+                choice = replace(choice, shared=(*choice.shared, (given, name)))
             if name not in self.bases and not catalog.has(name):
                 raise _not_found("model", given, choice.field)
             if name not in self.bases:
@@ -363,6 +374,13 @@ class Inference:
             guide_field=shared.guide_field,
             priority=body.priority,
         )
+
+
+def asker(body: AdapterFields, key: ApiKey) -> str:
+    """Who asks, for aliases of several models: the user that the body names, or else the key."""
+    named = (getattr(body, field, None) for field in ("user", "safety_identifier", "prompt_cache_key"))
+    own = key.name if key.name != ANYONE else secrets.token_hex(8)  # then each request is on its own
+    return next(filter(None, named), own)
 
 
 def _echoes(body: GenerationRequest, calls: Sequence[Call[Generation]], tokenizer: Tokenizer) -> list[Echo]:

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from manylora.doors.http.api.errors import ApiError
 from manylora.errors import ConfigError
 
+ANYONE = "anyone"  # name of all clients, if there are no keys
 LIMITS = ("max_concurrent", "requests_per_minute", "max_adapters", "max_adapter_bytes")
 FIELDS = {"name", "sha256", "adapters", "base", "admin", "load", *LIMITS}
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
@@ -107,7 +108,7 @@ class Keyring:
         }
         self._keys = given | _read(path) if path is not None else given or None
         self._has_file = path is not None
-        self._anyone = ApiKey("anyone", admin=open_admin)
+        self._anyone = ApiKey(ANYONE, admin=open_admin)
 
     @property
     def closed(self) -> bool:

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from manylora.doors.triton.metrics import (
     FAMILIES,
@@ -41,6 +42,9 @@ GATEWAY_METRICS = {
     ),
 }
 HTTP_METRICS = {
+    "manylora_alias_requests_total": MetricFamily(
+        "Requests for an alias of several models, by the model that was chosen", "counter"
+    ),
     "manylora_http_requests_total": MetricFamily("Answers by route and status", "counter"),
     "manylora_catalog_adapters": MetricFamily("Adapters in the catalog by state"),
     "manylora_pinned_adapters": MetricFamily("Adapters by name that are kept in the cache"),
@@ -85,9 +89,16 @@ class Metrics:
                 self._counters[sample.family][sample.labels] += sample.value
 
     def render(
-        self, stats: EngineStats, states: Mapping[str, int], failures: Mapping[str, int], pinned: int = 0
+        self,
+        stats: EngineStats,
+        states: Mapping[str, int],
+        failures: Mapping[str, int],
+        pinned: int = 0,
+        shared: Mapping[tuple[str, str], int] = MappingProxyType({}),
     ) -> str:
-        """states: number of adapters in the catalog by state. failures: failed reads by code."""
+        """states: number of adapters in the catalog by state. failures: failed reads by code. shared:
+        requests by alias and the model that was chosen.
+        """
         samples: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
         # Triton exports what is unknown here of its engine.
         known = [one for one in engine_samples(stats) if stats.kv_blocks or one.family == LORA_INFO]
@@ -96,6 +107,8 @@ class Metrics:
         for state, count in states.items():
             samples["manylora_catalog_adapters"].append(((("state", state),), count))
         samples["manylora_pinned_adapters"].append(((), pinned))
+        for (alias, model), count in shared.items():
+            samples["manylora_alias_requests_total"].append(((("alias", alias), ("model", model)), count))
         for code, count in failures.items():
             samples["manylora_adapter_read_failures_total"].append(((("code", code),), count))
         for name, values in self._counters.items():

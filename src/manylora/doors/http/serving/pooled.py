@@ -295,6 +295,7 @@ class PooledApi:
     ) -> Answered:
         choice = asked.choice
         check_priority(body.priority, self._inference.limits)
+        self._inference.shared_names.update(choice.shared)
         changed, name = Signal(), name_of(request, body.request_id)
         calls = [
             Call(
@@ -312,7 +313,7 @@ class PooledApi:
             await run.begin()
             await run.finish()
         values = [call.generation.values for call in calls]
-        model = body.model or choice.name or self._inference.bases[0]
+        model = choice.answers or body.model or choice.name or self._inference.bases[0]
         count = sum(len(ids) for ids, _ in prompts)
         metrics = calls[-1].generation.metrics
         return Answered(name, model, [one for one in values if one is not None], count, metrics)

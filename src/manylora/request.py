@@ -349,6 +349,7 @@ class RequestMetrics:
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, whose KV blocks were cached
     output_tokens: int = 0
     adapter_tier: str = ""  # where the adapter was found: device, host, disk, wire; empty: no adapter
     adapter_read_ns: int = 0  # how long its adapter was read and checked before the arrival

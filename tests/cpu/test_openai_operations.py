@@ -5,6 +5,7 @@ records.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving import DEMO, Running
@@ -122,6 +124,65 @@ def test_a_request_with_a_lower_priority_comes_first() -> None:
         server.close()
 
 
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_request_leaves_a_line_of_what_it_used(tmp_path: Path) -> None:
+    keys, log = tmp_path / "keys.yaml", tmp_path / "usage.jsonl"
+    keys.write_text(f"keys: [{{name: team-a, sha256: {hashlib.sha256(b'secret').hexdigest()}}}]")
+    server = Running(lora_root=(DEMO / "adapters",), api_keys=keys, usage_log=log)
+    try:
+        client, prompt = server.client("secret"), list(range(1, 100))
+        for _ in range(2):
+            answer = client.completions.create(model="chinese", prompt=prompt, max_tokens=3)
+        names = {"x-request-id": "mine"}
+        stream = client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "a"}], max_tokens=2, stream=True,
+            extra_headers=names,
+        )  # fmt: skip
+        assert list(stream)
+        os.kill(os.getpid(), signal.SIGHUP)
+        wait_for(lambda: len(lines_of(log)) == 3)
+        log.rename(rotated := tmp_path / "usage.jsonl.1")
+        with server.http.stream(
+            "POST",
+            "/v1/completions",
+            json={"model": "chinese", "prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True},
+            headers={"Authorization": "Bearer secret"},
+        ) as running:
+            next(running.iter_bytes())
+        client.embeddings.create(model="demo", input="a")
+        wait_for(lambda: log.exists() and len(lines_of(log)) == 2)
+    finally:
+        server.close()
+    cold, warm, chat = lines_of(rotated)
+    assert (cold["key"], cold["adapter"], cold["model"]) == ("team-a", "chinese", "chinese")
+    assert cold["version"] == 1 and len(cold["digest"]) >= 32 and cold["route"] == "/v1/completions"
+    assert cold["status"] == 200 and cold["prompt_tokens"] == answer.usage.prompt_tokens == 99
+    assert cold["completion_tokens"] == answer.usage.completion_tokens == 3
+    assert cold["cached_tokens"] == 0 < warm["cached_tokens"] < 99
+    assert cold["adapter_load_seconds"] > 0 == warm["adapter_load_seconds"]
+    for line in (cold, warm, chat):
+        assert 0 <= line["queue_seconds"] < line["ttft_seconds"] <= line["total_seconds"]
+    assert (chat["request_id"], chat["adapter"], chat["digest"]) == ("mine", None, None)
+    assert chat["route"] == "/v1/chat/completions" and chat["completion_tokens"] == 2
+    assert "secret" not in rotated.read_text()
+    left, pooled = sorted(lines_of(log), key=lambda line: line["route"])
+    assert left["status"] == 499 and 0 < left["completion_tokens"] < 2000
+    assert (pooled["route"], pooled["completion_tokens"]) == ("/v1/embeddings", 0)
+
+
+def test_a_full_disk_loses_lines_and_nothing_else() -> None:
+    server = Running(usage_log=Path("/dev/full"))
+    try:
+        assert server.post(model="demo", prompt="a", max_tokens=1).status_code == 200
+        wait_for(lambda: server.metric("manylora_usage_log_dropped_total") == 1)
+        assert server.post(model="demo", prompt="a", max_tokens=1).status_code == 200
+    finally:
+        server.close()
+
+
 @pytest.fixture(scope="module")
 def canary() -> Iterator[Running]:
     server = Running(
@@ -200,6 +261,7 @@ def test_the_time_to_load_an_adapter_is_a_metric() -> None:
     ("flags", "words"),
     [
         (["--lora-alias", "a=b@x,c@1"], "with whole numbers"),
+        (["--usage-log", "/nowhere/usage.jsonl"], "usage_log /nowhere/usage.jsonl cannot be written"),
         (["--allowed-origins", "https://a.org"], "must be a JSON list"),
         (["--allowed-origins", '["https://a.org/"]'], "is no origin"),
         (["--allow-credentials"], "allow_credentials needs allowed_origins"),

@@ -154,6 +154,7 @@ def _metrics(sequence: Sequence) -> RequestMetrics:
         draft_tokens=sequence.num_drafted,
         accepted_draft_tokens=sequence.num_accepted,
         prompt_tokens=sequence.num_encoder + sequence.num_prompt - sequence.num_virtual,
+        cached_tokens=min(kv.num_reused_tokens, sequence.num_prompt),
         output_tokens=sum(len(beam.token_ids) for beam in beams) if beams else sequence.num_output,
         adapter_tier=lease.tier if lease is not None else "",
         adapter_read_ns=times.adapter_read_ns,

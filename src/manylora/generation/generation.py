@@ -270,6 +270,13 @@ class Generation:
         ]
 
     @property
+    def num_output(self) -> int:
+        """Tokens in the outputs that `report` returns."""
+        if self.decoding.prompt_only:
+            return 0
+        return sum(len(self._outputs[i].token_ids) for i in self._order[: self.decoding.n])
+
+    @property
     def streamed_outputs(self) -> list[Continuation]:
         """The n outputs that a stream returns."""
         return self._outputs[: self.decoding.n]

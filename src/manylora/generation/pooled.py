@@ -25,7 +25,7 @@ class PoolingParams:
 class PooledGeneration:
     """As `Generation`. values: float32, [n] or [tokens, n]; None until computed."""
 
-    num_sequences = 1
+    num_sequences, num_output = 1, 0
 
     def __init__(
         self, prompt: tuple[int, ...], pooling: Pooling, request_id: str = "", cache_salt: str = ""

@@ -49,6 +49,8 @@ from manylora.doors.http.serving.responses_api import RecentItems, respond
 from manylora.doors.http.serving.sleep import SLEEP_ROUTES, SleepRoutes
 from manylora.doors.http.serving.tinker import TINKER_ROUTES, TinkerApi
 from manylora.doors.http.serving.transport import EventStream, error_response, request_id
+from manylora.doors.http.serving.usage import UsageLog
+from manylora.doors.triton.metrics import Sample
 from manylora.errors import SleepingError
 from manylora.version import __version__
 
@@ -73,6 +75,7 @@ class AppContext:
     created: int
     pooling: PoolingSettings
     shared: SharedAdapters | None = None
+    usage: UsageLog | None = None
 
 
 def cors(options: ServeOptions) -> list[Middleware]:
@@ -121,6 +124,8 @@ def make_app(start: Callable[[], Awaitable[AppContext]], middleware: Sequence[Mi
             await batches.close()
             await context.pinning.close()
             await context.backend.close()
+            if context.usage is not None:
+                await asyncio.to_thread(context.usage.close)
             await context.backend.catalog.close()
             context.uploads.close()
 
@@ -324,8 +329,14 @@ class _Routes:
             raise ApiError(403, "not_allowed", "Metrics name every adapter: this API key may not see them")
         states = Counter(state_of(entry) for entry in self._catalog.entries())
         stats, failures = self.context.backend.stats(), self._catalog.num_failures
-        pinned, shared = len(self.context.pinning), self._inference.shared_names
-        text = self.context.metrics.render(stats, states, failures, pinned, shared)
+        more = [
+            Sample("manylora_alias_requests_total", (("alias", alias), ("model", model)), number)
+            for (alias, model), number in self._inference.shared_names.items()
+        ]
+        if self.context.usage is not None:
+            dropped = self.context.usage.num_dropped
+            more.append(Sample("manylora_usage_log_dropped_total", (), dropped))
+        text = self.context.metrics.render(stats, states, failures, len(self.context.pinning), more)
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
     async def reset_prefix_cache(self, request: Request) -> Response:

@@ -212,6 +212,8 @@ class ServeOptions:
     api_key: tuple[str, ...] = setting((), "API key that may use all models; takes several values", many=True)
     allow_runtime_lora_updating: bool = setting(
         False, "let clients without an entry in --api-keys load and unload adapters")
+    usage_log: Path | None = setting(
+        None, "file to which a line of JSON is added for each request: key, adapter, tokens, times")
     open_metrics: bool = setting(False, "serve /metrics without a key")
     max_request_bytes: int = setting(2**24, "maximum size of a request body", least=1)
     max_queue_size: int = setting(1024, "maximum number of waiting requests; 0: no limit")

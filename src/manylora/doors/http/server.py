@@ -53,6 +53,7 @@ from manylora.doors.http.serving.inference import Inference
 from manylora.doors.http.serving.keys import HostCheck, Keyring
 from manylora.doors.http.serving.metrics import Metrics
 from manylora.doors.http.serving.protocol import BoundedHttp
+from manylora.doors.http.serving.usage import UsageLog
 from manylora.doors.python.options import modules_to_read, parameter_names
 from manylora.errors import AdapterError, ConfigError
 from manylora.generation.defaults import model_defaults
@@ -100,6 +101,7 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
             given = (one.located and one.located.source) or one.path
             raise ConfigError(f"lora_modules: {one.name}={given}: {error}") from error
     created, pooling = int(time.time()), read_pooling_settings(options.folder)
+    usage = None if options.usage_log is None else UsageLog(options.usage_log)
     asked = options.generation_config, options.override_generation_config
     defaults = model_defaults(options.folder, vocab_size, *asked)
 
@@ -113,6 +115,8 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
         batches = 1 if priorities else BATCHES_QUEUED
         queue = FairQueue(batches * max_samples, options.max_queue_size)
         backend = Backend(served.start(), catalog, queue, metrics.meter)
+        if usage is not None:
+            backend.on_finished.append(usage.add)
         limits = Limits(served.max_seq_len, vocab_size, max_samples=max_samples, priorities=priorities)
         fingerprint = f"fp_{options.bases[0]}"
         names, parsers = options.bases, Parsers(options.reasoning_parser, options.tool_call_parser)
@@ -125,7 +129,9 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
         if record is not None and folder is not None:
             shared = SharedAdapters(record, folder, catalog, pinning, options.lora_refresh_seconds)
         return AppContext(
-            backend, inference, keyring, hosts, metrics, uploads, pinning, options, created, pooling, shared
+            *(backend, inference, keyring, hosts, metrics, uploads, pinning, options, created, pooling),
+            shared=shared,
+            usage=usage,
         )
 
     return make_app(start, cors(options))

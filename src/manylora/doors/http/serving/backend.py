@@ -180,7 +180,8 @@ class Call(Generic[JobT]):
 
 class Backend:
     """Belongs to its event loop. meter: called for every ended sequence, with the seconds it waited here, and
-    those of them for its adapter to be read.
+    those of them for its adapter to be read. on_finished: called with the FinishedRequest of
+    each one that has ended.
     """
 
     def __init__(
@@ -193,6 +194,7 @@ class Backend:
         self.catalog, self.queue = catalog, queue
         self.engine, self._meter = engine, meter
         self.history = History()
+        self.on_finished: list[Callable[[Any], None]] = []
         # Requests that are sending the tensors of a task id right now.
         self._carrying: Counter[int] = Counter()
         self._events: EventQueue[tuple[Call[Any], Event]] = EventQueue(asyncio.get_running_loop(), self._take)

@@ -77,11 +77,12 @@ class AdapterChoice:
 
 @dataclass(frozen=True)
 class ResolvedRequest:
-    """What a request asks for. prompts, defaults: the adapter's own, or the base model's."""
+    """What a request asks for. prompts, defaults: the adapter's own, or the base model's. key: who asks."""
 
     choice: AdapterChoice
     prompts: Prompts
     defaults: GenerationDefaults = NO_DEFAULTS
+    key: str = ""
 
     def end_ids(self, model: ModelConfig) -> list[int]:
         """Tokens that end an output."""
@@ -129,7 +130,7 @@ class Inference:
         """Which adapter a body asks for, and the text settings that apply. Raises as reading the adapter."""
         choice = self.choose_adapter(body, key)
         prompts, defaults = await self._text_of(choice.alone, fresh=body.load_lora_weights == "always")
-        return ResolvedRequest(choice, prompts, defaults)
+        return ResolvedRequest(choice, prompts, defaults, key.name)
 
     async def prompts_of(self, model: str, key: ApiKey) -> Prompts:
         """Tokenizer and chat template of a model that the key may use. For other names the base model's."""
@@ -281,20 +282,21 @@ class Inference:
         self.shared_names.update(asked.choice.shared)
         rendered = texts[0] if texts else ""
         shared = shared_of(body, self.limits, asked.prompts.tokenizer, rendered, self.parsers)
+        model = asked.choice.answers or body.model or asked.choice.name or self.bases[0]
         calls = [
             self._call(body, prompt, asked, changed, f"{name}-{number}", shared)
             for number, prompt in enumerate(prompts)
         ]
         with ExitStack() as stack:
             on_disconnect = self.on_disconnect if body.stream else None
-            run = RunningCalls(self.backend, calls, changed, request, on_disconnect)
+            run = RunningCalls(self.backend, calls, changed, request, on_disconnect, asked.key, model)
             stack.callback(run.close)
             await run.begin()
             is_chat, options = isinstance(body, ChatRequest), body.stream_options or schema.StreamOptions()
             answers = Answers(
                 [call.generation for call in calls],
                 body.n,
-                model=asked.choice.answers or body.model or asked.choice.name or self.bases[0],
+                model=model,
                 fingerprint="-".join(filter(None, (self._fingerprint, calls[0].content[:12]))),
                 tokenizer=asked.prompts.tokenizer,
                 name=name,

@@ -8,7 +8,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from manylora.doors.triton.metrics import (
     FAMILIES,
@@ -48,6 +47,7 @@ HTTP_METRICS = {
     "manylora_http_requests_total": MetricFamily("Answers by route and status", "counter"),
     "manylora_catalog_adapters": MetricFamily("Adapters in the catalog by state"),
     "manylora_pinned_adapters": MetricFamily("Adapters by name that are kept in the cache"),
+    "manylora_usage_log_dropped_total": MetricFamily("Lines of the usage log that were lost", "counter"),
     "manylora_adapter_read_failures_total": MetricFamily(
         "Adapters that could not be read, by code", "counter"
     ),
@@ -94,21 +94,17 @@ class Metrics:
         states: Mapping[str, int],
         failures: Mapping[str, int],
         pinned: int = 0,
-        shared: Mapping[tuple[str, str], int] = MappingProxyType({}),
+        more: Iterable[Sample] = (),
     ) -> str:
-        """states: number of adapters in the catalog by state. failures: failed reads by code. shared:
-        requests by alias and the model that was chosen.
-        """
+        """states: number of adapters in the catalog by state. failures: failed reads by code."""
         samples: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
         # Triton exports what is unknown here of its engine.
         known = [one for one in engine_samples(stats) if stats.kv_blocks or one.family == LORA_INFO]
-        for one in [*known, *self._gateway(stats)]:
+        for one in [*known, *self._gateway(stats), *more]:
             samples[one.family].append((one.labels, one.value))
         for state, count in states.items():
             samples["manylora_catalog_adapters"].append(((("state", state),), count))
         samples["manylora_pinned_adapters"].append(((), pinned))
-        for (alias, model), count in shared.items():
-            samples["manylora_alias_requests_total"].append(((("alias", alias), ("model", model)), count))
         for code, count in failures.items():
             samples["manylora_adapter_read_failures_total"].append(((("code", code),), count))
         for name, values in self._counters.items():

@@ -309,11 +309,12 @@ class PooledApi:
             )
             for number, (ids, pooling) in enumerate(prompts)
         ]
-        with closing(RunningCalls(self._inference.backend, calls, changed, request, None)) as run:
+        model = choice.answers or body.model or choice.name or self._inference.bases[0]
+        backend = self._inference.backend
+        with closing(RunningCalls(backend, calls, changed, request, None, asked.key, model)) as run:
             await run.begin()
             await run.finish()
         values = [call.generation.values for call in calls]
-        model = choice.answers or body.model or choice.name or self._inference.bases[0]
         count = sum(len(ids) for ids, _ in prompts)
         metrics = calls[-1].generation.metrics
         return Answered(name, model, [one for one in values if one is not None], count, metrics)

@@ -15,7 +15,8 @@ from manylora.doors.http.api import logprobs
 from manylora.doors.http.api.errors import ApiError, client_left
 from manylora.doors.http.api.logprobs import TextOffsets
 from manylora.doors.http.serving.backend import Backend, Call, Signal
-from manylora.doors.http.serving.transport import watch
+from manylora.doors.http.serving.transport import request_id, watch
+from manylora.doors.http.serving.usage import FinishedRequest
 from manylora.generation.generation import Generation
 from manylora.generation.outputs import CompletionOutput
 from manylora.generation.reply import Piece, ReplyFormat, ReplyReader
@@ -427,7 +428,7 @@ def _ending(output: CompletionOutput) -> dict[str, Any]:
 
 class RunningCalls:
     """The calls of one HTTP request. A client that disconnects cancels them, and on_disconnect is called if
-    that happens during a stream.
+    that happens during a stream. key: name of the API key. model: that answers.
     """
 
     def __init__(
@@ -437,9 +438,11 @@ class RunningCalls:
         changed: Signal,
         request: Request,
         on_disconnect: Callable[[], None] | None,
+        key: str,
+        model: str,
     ) -> None:
         self._backend, self._calls, self._changed = backend, calls, changed
-        self._on_disconnect = on_disconnect
+        self._on_disconnect, self._request, self._key, self._model = on_disconnect, request, key, model
         self._streaming = self._disconnected = False
 
         def disconnected() -> None:
@@ -482,9 +485,29 @@ class RunningCalls:
         if self._streaming and self._on_disconnect is not None:  # the stream is not complete
             self._on_disconnect()
         self.watcher.cancel()
+        if self._backend.on_finished:
+            self._report()
         for call in self._calls:
             if not call.generation.ended:
                 self._backend.cancel(call)
+
+    def _report(self) -> None:
+        failed = next((call.error for call in self._calls if call.error is not None), None)
+        left = self._disconnected or (self._streaming and failed is None)
+        status = 499 if left else 200 if failed is None else failed.status
+        request = self._request
+        done = FinishedRequest(
+            name=request_id(request),
+            route=request.url.path,
+            key=self._key,
+            model=self._model,
+            status=status,
+            calls=tuple(self._calls),
+            ended=time.monotonic(),
+            traceparent=request.headers.get("traceparent", ""),
+        )
+        for tell in self._backend.on_finished:
+            tell(done)
 
     async def _wait(self) -> None:
         """Wait for a change. Raises ApiError if a call failed or the client disconnected."""

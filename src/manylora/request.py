@@ -363,6 +363,22 @@ class RequestMetrics:
             return 0
         return self.adapter_read_ns + self.adapter_ready_ns - self.first_scheduled_ns
 
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds in the engine's queue, until its adapter was there, of prefill and of decoding, in this
+        order and without what it did not reach.
+        """
+        if not self.first_scheduled_ns:
+            return {}
+        found, ready_ns = {"queue": self.first_scheduled_ns - self.arrival_ns}, self.first_scheduled_ns
+        if self.adapter_load_ns:
+            found["adapter_load"], ready_ns = self.adapter_load_ns, self.adapter_ready_ns
+        if self.first_token_ns:
+            found["prefill"] = self.first_token_ns - ready_ns
+        if self.last_token_ns:
+            found["decode"] = self.last_token_ns - self.first_token_ns
+        return {name: ns / 1e9 for name, ns in found.items()}
+
 
 @dataclass(frozen=True)
 class Beam:

@@ -135,11 +135,13 @@ def test_each_request_leaves_a_line_of_what_it_used(tmp_path: Path) -> None:
     try:
         client, prompt = server.client("secret"), list(range(1, 100))
         for _ in range(2):
-            answer = client.completions.create(model="chinese", prompt=prompt, max_tokens=3)
+            answer = client.completions.create(
+                model="chinese", prompt=prompt, max_tokens=3, extra_body={"ignore_eos": True}
+            )
         names = {"x-request-id": "mine"}
         stream = client.chat.completions.create(
             model="demo", messages=[{"role": "user", "content": "a"}], max_tokens=2, stream=True,
-            extra_headers=names,
+            extra_headers=names, extra_body={"ignore_eos": True},
         )  # fmt: skip
         assert list(stream)
         os.kill(os.getpid(), signal.SIGHUP)

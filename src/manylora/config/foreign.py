@@ -142,7 +142,6 @@ SERVE = ForeignNames(
         "logits_processors": "use logit_bias and guided decoding in requests",
         "server_role": BOTH_ROLES,
         "metadata_server_config_file": BOTH_ROLES,
-        "otlp_traces_endpoint": "there is no tracing; /metrics has latencies",
         "media_io_kwargs": TEXT_ONLY,
         "custom_tokenizer": "--tokenizer takes a folder with tokenizer.json",
         "return_tokens_as_token_ids": "ask for return_token_ids in requests",

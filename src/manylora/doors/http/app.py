@@ -52,6 +52,7 @@ from manylora.doors.http.serving.transport import EventStream, error_response, r
 from manylora.doors.http.serving.usage import UsageLog
 from manylora.doors.triton.metrics import Sample
 from manylora.errors import SleepingError
+from manylora.system.tracing import Tracer
 from manylora.version import __version__
 
 logger = logging.getLogger("manylora")
@@ -76,6 +77,7 @@ class AppContext:
     pooling: PoolingSettings
     shared: SharedAdapters | None = None
     usage: UsageLog | None = None
+    tracer: Tracer | None = None
 
 
 def cors(options: ServeOptions) -> list[Middleware]:
@@ -124,8 +126,9 @@ def make_app(start: Callable[[], Awaitable[AppContext]], middleware: Sequence[Mi
             await batches.close()
             await context.pinning.close()
             await context.backend.close()
-            if context.usage is not None:
-                await asyncio.to_thread(context.usage.close)
+            for one in (context.usage, context.tracer):
+                if one is not None:
+                    await asyncio.to_thread(one.close)
             await context.backend.catalog.close()
             context.uploads.close()
 

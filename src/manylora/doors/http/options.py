@@ -214,6 +214,9 @@ class ServeOptions:
         False, "let clients without an entry in --api-keys load and unload adapters")
     usage_log: Path | None = setting(
         None, "file to which a line of JSON is added for each request: key, adapter, tokens, times")
+    otlp_traces_endpoint: str | None = setting(
+        None, "URL of an OpenTelemetry collector that gets a trace of each request; default: that of "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, if set")
     open_metrics: bool = setting(False, "serve /metrics without a key")
     max_request_bytes: int = setting(2**24, "maximum size of a request body", least=1)
     max_queue_size: int = setting(1024, "maximum number of waiting requests; 0: no limit")

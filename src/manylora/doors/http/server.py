@@ -60,6 +60,7 @@ from manylora.generation.defaults import model_defaults
 from manylora.generation.reply_formats import Parsers
 from manylora.generation.tokenizer import Tokenizer
 from manylora.model.checkpoint import read_model_config
+from manylora.system.tracing import open_tracer
 
 if TYPE_CHECKING:
     from manylora.engine.engine import Engine
@@ -102,6 +103,7 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
             raise ConfigError(f"lora_modules: {one.name}={given}: {error}") from error
     created, pooling = int(time.time()), read_pooling_settings(options.folder)
     usage = None if options.usage_log is None else UsageLog(options.usage_log)
+    tracer = open_tracer(options.otlp_traces_endpoint)
     asked = options.generation_config, options.override_generation_config
     defaults = model_defaults(options.folder, vocab_size, *asked)
 
@@ -117,6 +119,8 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
         backend = Backend(served.start(), catalog, queue, metrics.meter)
         if usage is not None:
             backend.on_finished.append(usage.add)
+        if tracer is not None:
+            backend.on_finished.append(lambda request: request.trace(tracer))
         limits = Limits(served.max_seq_len, vocab_size, max_samples=max_samples, priorities=priorities)
         fingerprint = f"fp_{options.bases[0]}"
         names, parsers = options.bases, Parsers(options.reasoning_parser, options.tool_call_parser)
@@ -132,6 +136,7 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
             *(backend, inference, keyring, hosts, metrics, uploads, pinning, options, created, pooling),
             shared=shared,
             usage=usage,
+            tracer=tracer,
         )
 
     return make_app(start, cors(options))

@@ -289,7 +289,8 @@ class Inference:
         ]
         with ExitStack() as stack:
             on_disconnect = self.on_disconnect if body.stream else None
-            run = RunningCalls(self.backend, calls, changed, request, on_disconnect, asked.key, model)
+            names = asked.key, model, body.model or model
+            run = RunningCalls(self.backend, calls, changed, request, on_disconnect, *names)
             stack.callback(run.close)
             await run.begin()
             is_chat, options = isinstance(body, ChatRequest), body.stream_options or schema.StreamOptions()

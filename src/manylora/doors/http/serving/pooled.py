@@ -310,8 +310,8 @@ class PooledApi:
             for number, (ids, pooling) in enumerate(prompts)
         ]
         model = choice.answers or body.model or choice.name or self._inference.bases[0]
-        backend = self._inference.backend
-        with closing(RunningCalls(backend, calls, changed, request, None, asked.key, model)) as run:
+        backend, names = self._inference.backend, (asked.key, model, body.model or model)
+        with closing(RunningCalls(backend, calls, changed, request, None, *names)) as run:
             await run.begin()
             await run.finish()
         values = [call.generation.values for call in calls]

@@ -21,6 +21,7 @@ from manylora.generation.generation import Generation
 from manylora.generation.outputs import CompletionOutput
 from manylora.generation.reply import Piece, ReplyFormat, ReplyReader
 from manylora.generation.tokenizer import Tokenizer
+from manylora.system.tracing import HEADERS
 
 DONE = b"data: [DONE]\n\n"
 
@@ -429,6 +430,7 @@ def _ending(output: CompletionOutput) -> dict[str, Any]:
 class RunningCalls:
     """The calls of one HTTP request. A client that disconnects cancels them, and on_disconnect is called if
     that happens during a stream. key: name of the API key. model: that answers.
+    asked: model that was asked for.
     """
 
     def __init__(
@@ -440,9 +442,11 @@ class RunningCalls:
         on_disconnect: Callable[[], None] | None,
         key: str,
         model: str,
+        asked: str,
     ) -> None:
         self._backend, self._calls, self._changed = backend, calls, changed
-        self._on_disconnect, self._request, self._key, self._model = on_disconnect, request, key, model
+        self._on_disconnect, self._request = on_disconnect, request
+        self._key, self._model, self._asked = key, model, asked
         self._streaming = self._disconnected = False
 
         def disconnected() -> None:
@@ -501,10 +505,11 @@ class RunningCalls:
             route=request.url.path,
             key=self._key,
             model=self._model,
+            asked=self._asked,
             status=status,
             calls=tuple(self._calls),
             ended=time.monotonic(),
-            traceparent=request.headers.get("traceparent", ""),
+            parent={name: request.headers[name] for name in HEADERS if name in request.headers},
         )
         for tell in self._backend.on_finished:
             tell(done)

@@ -9,6 +9,7 @@ import os
 import queue
 import signal
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -17,27 +18,39 @@ from typing import Any
 
 from manylora.doors.http.serving.backend import Call
 from manylora.errors import ConfigError
+from manylora.generation.generation import Generation
+from manylora.system.tracing import Tracer, latencies
 
 logger = logging.getLogger("manylora")
 
 MAX_WAITING = 10_000  # lines that may wait for the disk
 AT_ONCE = 1000
+OPERATIONS = {
+    "chat": "chat",
+    "messages": "chat",
+    "responses": "chat",
+    "embed": "embeddings",
+    "pool": "embeddings",
+}
+"""Names of GenAI's semantic conventions, by a part of the path; for others text_completion."""
 
 
 @dataclass(frozen=True)
 class FinishedRequest:
     """A request to the engine that has ended. name: the client's or ours. key: name of the API key. model:
-    that answered. status: of HTTP; 499: the client left. calls: one per prompt. traceparent: of the client.
+    that answered. asked: the model that was asked for. status: of HTTP; 499: the client left. calls: one per
+    prompt. parent: HEADERS of a trace.
     """
 
     name: str
     route: str
     key: str
     model: str
+    asked: str
     status: int
     calls: tuple[Call[Any], ...]
     ended: float  # time.monotonic
-    traceparent: str = ""
+    parent: Mapping[str, str]
 
     @property
     def prompt_tokens(self) -> int:
@@ -53,32 +66,19 @@ class FinishedRequest:
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """Seconds of the first prompt in the queues, until its adapter was there, of prefill, and of
-        decoding, without what it did not reach. With Triton the engine's clock is another one, so only
-        differences of its times count.
+        """As `RequestMetrics.phases`, of the first prompt, with the time before the engine had it. Triton's
+        clock is another one, so only differences of its times count.
         """
         call, metrics = self.calls[0], self.calls[0].generation.metrics
         found = {"queue": (call.admitted or self.ended) - call.arrived}
-        if not call.admitted:
-            return found
-        read_s = (call.sent or self.ended) - call.admitted
-        is_cold = bool(call.adapters) and (metrics is None or metrics.adapter_tier != "device")
-        if is_cold:
-            found["adapter_load"] = read_s
-        else:
-            found["queue"] += read_s
-        if metrics is None or not metrics.first_scheduled_ns:
-            return found
-        found["queue"] += (metrics.first_scheduled_ns - metrics.arrival_ns) / 1e9
-        ready_ns = metrics.first_scheduled_ns
-        if metrics.adapter_load_ns:
-            found["adapter_load"] += metrics.adapter_load_ns / 1e9
-            ready_ns = metrics.adapter_ready_ns
-        if metrics.first_token_ns:
-            found["prefill"] = (metrics.first_token_ns - ready_ns) / 1e9
-            rest = self.ended - call.arrived - sum(found.values())
-            last_ns = metrics.last_token_ns
-            found["decode"] = (last_ns - metrics.first_token_ns) / 1e9 if last_ns else max(0.0, rest)
+        if call.admitted:
+            is_cold = bool(call.adapters) and (metrics is None or metrics.adapter_tier != "device")
+            read_s = (call.sent or self.ended) - call.admitted
+            found["adapter_load" if is_cold else "queue"] = read_s + (0.0 if is_cold else found["queue"])
+        for name, seconds in metrics.phases.items() if metrics is not None else ():
+            found[name] = found.get(name, 0.0) + seconds
+        if "prefill" in found and "decode" not in found:  # it has not ended
+            found["decode"] = max(0.0, self.ended - call.arrived - sum(found.values()))
         return found
 
     @property
@@ -109,6 +109,45 @@ class FinishedRequest:
             "ttft_seconds": None if first is None else round(first, 6),
             "total_seconds": round(self.ended - call.arrived, 6),
         }
+
+    def trace(self, tracer: Tracer) -> None:
+        """Send it as a span."""
+        call, generation = self.calls[0], self.calls[0].generation
+        total_s, version = self.ended - call.arrived, call.version
+        operation = next((name for part, name in OPERATIONS.items() if part in self.route), "text_completion")
+        found: dict[str, Any] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "manylora",
+            "gen_ai.request.model": self.asked,
+            "gen_ai.response.model": self.model,
+            "gen_ai.request.id": self.name,
+            "gen_ai.usage.input_tokens": self.prompt_tokens,
+            "gen_ai.usage.output_tokens": self.output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": self.cached_tokens,
+            "manylora.key": self.key,
+            "manylora.adapter.name": call.adapter,
+            "manylora.adapter.version": None if version is None else version.number,
+            "manylora.adapter.digest": call.content or None,
+            "manylora.adapter.tier": (generation.metrics and generation.metrics.adapter_tier) or None,
+            "http.route": self.route,
+            "http.response.status_code": self.status,
+            "error.type": str(self.status) if self.status >= 400 else None,
+        }
+        if isinstance(generation, Generation):
+            params, outputs = generation.decoding.params, generation.streamed_outputs
+            found |= {
+                "gen_ai.request.max_tokens": params.max_tokens,
+                "gen_ai.request.temperature": params.temperature,
+                "gen_ai.request.top_p": params.top_p,
+                "gen_ai.request.choice.count": len(outputs),
+                "gen_ai.response.finish_reasons": [
+                    one.finish_reason.value for one in outputs if one.finish_reason is not None
+                ],
+            }
+        found |= latencies(self.phases, total_s)
+        problem = next((one.error.message for one in self.calls if one.error is not None), None)
+        problem = problem or ("The client has left" if self.status == 499 else None)
+        tracer.record(f"{operation} {self.asked}", found, self.phases, total_s, self.parent, problem)
 
 
 class UsageLog:

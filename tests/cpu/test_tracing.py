@@ -1,0 +1,159 @@
+"""Protects the traces of requests: what a real OTLP collector would get, over HTTP and over gRPC."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from serving import DEMO, Running
+
+from manylora.doors.cli import serve
+
+reason = "traces are not tested: pip install 'manylora[otel]'"
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=reason)
+import grpc  # noqa: E402
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc  # noqa: E402
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+PHASES = ("queue", "adapter_load", "prefill", "decode")
+
+
+class Collector:
+    """Takes OTLP on two loopback ports. spans: by name; attributes are a dictionary."""
+
+    def __init__(self) -> None:
+        self.spans: list[dict[str, Any]] = []
+        take = self._take
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                take(trace_service_pb2.ExportTraceServiceRequest.FromString(body))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        class Servicer(trace_service_pb2_grpc.TraceServiceServicer):
+            def Export(self, request: Any, context: Any) -> Any:  # noqa: N802
+                take(request)
+                return trace_service_pb2.ExportTraceServiceResponse()
+
+        self._http = HTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        self._grpc = grpc.server(futures.ThreadPoolExecutor(2))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Servicer(), self._grpc)
+        self.grpc = f"grpc://127.0.0.1:{self._grpc.add_insecure_port('127.0.0.1:0')}"
+        self.http = f"http://127.0.0.1:{self._http.server_port}/v1/traces"
+        self._grpc.start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._grpc.stop(0)
+
+    def _take(self, request: Any) -> None:
+        for resource in request.resource_spans:
+            service = {one.key: one.value.string_value for one in resource.resource.attributes}[
+                "service.name"
+            ]
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    values = {one.key: _value(one.value) for one in span.attributes}
+                    self.spans.append({"span": span, "name": span.name, "service": service, **values})
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    found = getattr(value, kind)
+    return [_value(one) for one in found.values] if kind == "array_value" else found
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    found = Collector()
+    yield found
+    found.close()
+
+
+def test_a_request_is_a_span_with_its_phases_below_the_clients(collector: Collector) -> None:
+    server = Running(lora_root=(DEMO / "adapters",), otlp_traces_endpoint=collector.http)
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
+    try:
+        body = {
+            "model": "chinese",
+            "messages": [{"role": "user", "content": "a"}],
+            "temperature": 0.5,
+            "seed": 1,
+        }
+        for _ in range(2):
+            answer = server.http.post("/v1/chat/completions", json=body | {"max_tokens": 3}, headers=headers)
+        assert server.post(model="demo", prompt="a", max_tokens=2, stream=True).status_code == 200
+        failed = server.post("/v1/completions", model="chinese", prompt="a", load_lora_weights="never", n=2)
+        assert failed.status_code == 200  # it is in the cache
+        failed = server.post("/v1/completions", model="japanese", prompt="a", load_lora_weights="never")
+        assert failed.status_code == 409
+    finally:
+        server.close()  # sends what is left
+    cold, warm = (one for one in collector.spans if one["name"] == "chat chinese")
+    usage = answer.json()["usage"]
+    for one in (cold, warm):
+        assert one["span"].trace_id.hex() == TRACE and one["span"].parent_span_id.hex() == PARENT
+        assert one["span"].kind == one["span"].SPAN_KIND_SERVER and one["service"] == "manylora"
+        assert one["gen_ai.operation.name"] == "chat" and one["gen_ai.request.id"] == "mine"
+        assert one["gen_ai.request.model"] == one["gen_ai.response.model"] == "chinese"
+        assert one["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+        assert one["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+        assert one["gen_ai.request.max_tokens"] == 3 and one["gen_ai.request.temperature"] == 0.5
+        assert one["gen_ai.response.finish_reasons"] in (["stop"], ["length"])
+        assert one["manylora.adapter.name"] == "chinese" and one["manylora.adapter.version"] == 1
+        waited = one["gen_ai.latency.time_in_queue"]
+        assert 0 <= waited < one["gen_ai.latency.time_to_first_token"] <= one["gen_ai.latency.e2e"]
+        parts = [part for part in collector.spans if part["span"].parent_span_id == one["span"].span_id]
+        names = [part["name"] for part in parts]
+        assert names == [name for name in PHASES if one is cold or name != "adapter_load"]
+        assert parts[0]["span"].start_time_unix_nano == one["span"].start_time_unix_nano
+        for before, after in itertools.pairwise(parts):
+            assert before["span"].end_time_unix_nano == after["span"].start_time_unix_nano
+        assert parts[-1]["span"].end_time_unix_nano <= one["span"].end_time_unix_nano
+    assert cold["manylora.latency.adapter_load"] > 0 and "manylora.latency.adapter_load" not in warm
+    (plain,) = (one for one in collector.spans if one["name"] == "text_completion demo")
+    assert not plain["span"].parent_span_id and "manylora.adapter.name" not in plain
+    (refused,) = (one for one in collector.spans if one["name"] == "text_completion japanese")
+    assert refused["http.response.status_code"] == 409 and refused["error.type"] == "409"
+    assert refused["span"].status.code == refused["span"].status.STATUS_CODE_ERROR
+
+
+def test_grpc_is_the_default_and_variables_say_the_rest(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "adapters")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.grpc.replace("grpc", "http"))
+    server = Running()
+    try:
+        answer = server.http.post(
+            "/v1/embeddings", json={"model": "demo", "input": "a"}, headers={"traceparent": "nonsense"}
+        )
+        assert answer.status_code == 200
+    finally:
+        server.close()
+    (one,) = (one for one in collector.spans if one["name"] == "embeddings demo")
+    assert one["service"] == "adapters" and one["gen_ai.usage.output_tokens"] == 0
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    server = Running()
+    try:
+        assert not server.app.state.routes.context.backend.on_finished
+    finally:
+        server.close()
+
+
+def test_an_endpoint_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, words in (("http://:4317", "must be a URL"), ("http://a:b", "no valid port")):
+        assert serve.main([str(DEMO / "base"), "--otlp-traces-endpoint", given]) == 1
+        assert words in capsys.readouterr().err

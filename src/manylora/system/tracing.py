@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -21,13 +22,24 @@ HEADERS = ("traceparent", "tracestate")
 """Of W3C's Trace Context: which span a request belongs to."""
 
 
-def open_tracer(endpoint: str | None = None) -> Tracer | None:
-    """None without an endpoint, here or in OpenTelemetry's variables, or if these disable traces. Raises
-    ConfigError if the endpoint is given here and cannot be used.
-    """
+def parent_in(parameters: str) -> dict[str, str]:
+    """HEADERS among the parameters of a request to Triton. parameters: JSON, as given by Triton."""
+    if "trace" not in parameters:  # fast path: most requests have none
+        return {}
+    given = json.loads(parameters)
+    return {name: given[name] for name in HEADERS if isinstance(given.get(name), str)}
+
+
+def is_traced(endpoint: str | None = None) -> bool:
+    """Whether there is an endpoint, here or in OpenTelemetry's variables, and these do not disable traces."""
     off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     off = off or os.environ.get("OTEL_TRACES_EXPORTER", "otlp") == "none"
-    if off or not (endpoint or any(os.environ.get(name) for name in ENDPOINTS)):
+    return not off and bool(endpoint or any(os.environ.get(name) for name in ENDPOINTS))
+
+
+def open_tracer(endpoint: str | None = None) -> Tracer | None:
+    """None unless `is_traced`. Raises ConfigError if the endpoint is given here and cannot be used."""
+    if not is_traced(endpoint):
         return None
     try:
         return Tracer(endpoint)

@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import TypeVar
 
 import numpy as np
@@ -247,7 +248,8 @@ def _interleaved(streams: Sequence[Iterator[T]]) -> Iterator[T]:
         merged.put((None, None))
 
     for stream in streams:
-        threading.Thread(target=run, args=(stream,), daemon=True).start()
+        inside = copy_context()  # with the client's trace
+        threading.Thread(target=inside.run, args=(run, stream), daemon=True).start()
     running, failure = len(streams), None
     while running:
         one, error = merged.get()

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from manylora.doors.triton.server_types import FINAL, Response, ResponseSender, 
 from manylora.errors import RequestCancelledError, RequestError, UnavailableError
 from manylora.system.compiler import Source, load_library
 from manylora.system.lifeline import Lifeline
+from manylora.system.tracing import parent_in
 
 logger = logging.getLogger("manylora")
 
@@ -33,6 +35,8 @@ OF_PYTHON = (
     "_PyThreadState_UncheckedGet", "PyGILState_GetThisThreadState", "PyEval_SaveThread",
     "PyEval_RestoreThread",
 )  # fmt: skip
+PARENT: ContextVar[dict[str, str]] = ContextVar("parent", default={})  # noqa: B039 - never changed
+"""The span of the client whose request this thread answers, for the models that it calls."""
 THREADS = 64
 PERIOD_S = 0.1  # between checks for disconnected clients
 STATUSES = ((UnavailableError, "UNAVAILABLE"), (RequestCancelledError, "CANCELLED"))
@@ -128,6 +132,7 @@ class BlsWorker:
         with self._lifeline.busy():
             last: Response | None = None
             try:
+                PARENT.set(parent_in(request.parameters()))
                 answers = self._answers(client, request)
                 if not self._decoupled:
                     [first, *_] = list(answers)
@@ -191,6 +196,7 @@ class ServerCalls:
             inputs=self._tensors(inputs),
             requested_output_names=outputs,
             request_id=request_id,
+            **({"parameters": parent} if (parent := PARENT.get()) else {}),
         )
         streams = self._streams and request_id
         responses = request.exec(decoupled=True) if streams else [request.exec()]

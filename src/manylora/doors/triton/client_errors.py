@@ -16,7 +16,9 @@ that is not an input of the model into a parameter.
 """
 ADAPTER = re.compile(r"loras?|lora_(?:(?:int_)?id|model|request|adapters?)|adapters?|adapter_\w+|model")
 """Names that mean an adapter on other servers."""
-SERVERS_OWN = re.compile(r"triton_\w+|sequence_\w+|binary_data_output|priority|timeout|request_type|stream")
+SERVERS_OWN = re.compile(
+    r"triton_\w+|sequence_\w+|binary_data_output|priority|timeout|request_type|stream|traceparent|tracestate"
+)
 """Parameters that Triton and its front ends add to a request's own."""
 EXPECTED = ("Streaming",)  # TensorRT-LLM's client sends it
 MOST_LOGGED = 64  # names of other parameters

@@ -9,7 +9,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,8 +25,9 @@ from manylora.doors.triton.codec import Item, ResponseEncoder, adapter_told, dec
 from manylora.doors.triton.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest, send
 from manylora.doors.triton.shape_guard import read_inputs
 from manylora.errors import DrainingError, RequestError
-from manylora.request import Event, FinishReason, LoraInput
+from manylora.request import Event, FinishReason, LoraInput, Request
 from manylora.system.lifeline import RUN_DIR, Lifeline
+from manylora.system.tracing import Tracer, latencies, open_tracer, parent_in
 
 if TYPE_CHECKING:
     from manylora.engine.loop import EngineLoop
@@ -133,6 +134,8 @@ class TritonCall:
     request_id: str
     sender: ResponseSender
     number: np.ndarray
+    parent: Mapping[str, str] = field(default_factory=dict)  # HEADERS of a trace
+    arrived: float = field(default_factory=time.monotonic)
     tickets: list[int] = field(default_factory=list)
     open: int = 0
     started: bool = False
@@ -156,6 +159,7 @@ class EngineWorker:
     ) -> None:
         self._engine, self._options, self._lifeline, self._metrics = engine, options, lifeline, metrics
         self._respond, self._fail, self._read_bfloat16 = respond, fail, read_bfloat16
+        self._tracer = open_tracer()
         self._lock, self._numbers = threading.Lock(), count(1)
         self._calls: set[TritonCall] = set()  # not answered yet
         self._unchecked: list[TritonCall] = []  # in this round of `_cancel_abandoned`
@@ -174,6 +178,8 @@ class EngineWorker:
         self._engine.close()
         self._outbox.put(None)
         self._sender.join()
+        if self._tracer is not None:
+            self._tracer.close()
 
     def _activity(self) -> tuple[int, int]:
         """Open requests, and engine steps. A thread stuck between requests blocks the next: it is one."""
@@ -183,7 +189,10 @@ class EngineWorker:
         number = np.array([[next(self._numbers)]], np.int64)
         call = TritonCall(request.request_id(), request.get_response_sender(), number)
         try:
-            check_parameters(request.parameters())
+            parameters = request.parameters()
+            check_parameters(parameters)
+            if self._tracer is not None:
+                call.parent = parent_in(parameters)
             arrays = read_inputs(request.inputs(), self._read_bfloat16)
             if "stop" in arrays and np.any(arrays["stop"]):
                 if not call.request_id:
@@ -267,6 +276,8 @@ class EngineWorker:
         return batch
 
     def _send(self, call: TritonCall, encoder: ResponseEncoder | None, event: Event) -> None:
+        if event.last and encoder is not None and self._tracer is not None:
+            self._trace(self._tracer, call, encoder.request, event)
         if event.finish_reason is not None:
             self._metrics.observe(encoder.request.lora if encoder is not None else UNREAD, event)
         if event.error is not None and not call.started:
@@ -289,6 +300,34 @@ class EngineWorker:
             else:
                 call.started = True
                 send(call.sender, response)
+
+    def _trace(self, tracer: Tracer, call: TritonCall, request: Request, event: Event) -> None:
+        metrics, params, lora = event.metrics, request.params, request.lora
+        seconds = time.monotonic() - call.arrived
+        phases = metrics.phases if metrics is not None else {}
+        names = [one.label for one, _ in lora.members] if lora is not None else []
+        reason = event.finish_reason
+        found = {
+            "gen_ai.operation.name": "text_completion" if request.pooling is None else "embeddings",
+            "gen_ai.provider.name": "manylora",
+            "gen_ai.request.model": "+".join(names) or NAME,
+            "gen_ai.request.id": call.request_id or None,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.usage.input_tokens": metrics and metrics.prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": metrics and metrics.cached_tokens,
+            "gen_ai.usage.output_tokens": metrics and metrics.output_tokens,
+            "gen_ai.response.finish_reasons": None if reason is None else [reason.value],
+            "manylora.adapter.name": "+".join(names) or None,
+            "manylora.adapter.version": event.versions[-1].number if event.versions else None,
+            "manylora.adapter.digest": event.versions[-1].digest if event.versions else None,
+            "manylora.adapter.tier": (metrics and metrics.adapter_tier) or None,
+            "error.type": None if event.error is None else type(event.error).__name__,
+            **latencies(phases, seconds),
+        }
+        problem = None if event.error is None else str(event.error)
+        name = f"{found['gen_ai.operation.name']} {found['gen_ai.request.model']}"
+        tracer.record(name, found, phases, seconds, call.parent, problem)
 
     def _finish(self, call: TritonCall, response: Response) -> None:
         if not call.done:

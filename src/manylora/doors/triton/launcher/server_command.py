@@ -28,6 +28,7 @@ from manylora.doors.triton.launcher.processes import end_marked
 from manylora.errors import ConfigError
 from manylora.system.compiler import Source, find_common_library
 from manylora.system.lifeline import RUN_DIR
+from manylora.system.tracing import HEADERS, is_traced
 
 logger = logging.getLogger("manylora.launcher")
 
@@ -167,6 +168,8 @@ def server_command(installation: Installation, o: Namespace, http_port: int) -> 
     access = {"--http-restricted-api": f"{MANAGEMENT},{PUBLIC}"}  # the HTTP port is behind our proxy
     if not o.open_management:
         access["--grpc-restricted-protocol"] = MANAGEMENT
+    forwarded = "|".join(HEADERS) if is_traced() else ""
+    command += [f"--{door}-header-forward-pattern={forwarded}" for door in ("http", "grpc") if forwarded]
     given = {argument.split("=", 1)[0] for argument in o.triton_arg}
     for flag, names in access.items():
         if flag not in given:

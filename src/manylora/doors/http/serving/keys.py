@@ -237,7 +237,10 @@ class HostCheck:
             and request.method not in ("GET", "HEAD")
             and not self._is_own_page(origin, name)
         ):
-            reason = f"Pages of {origin[:100]!r} may not use this server: start it with --allowed-origins"
+            reason = (
+                f"Pages of {origin[:100]!r} may not use this server: start it with --allowed-origins, or "
+            )
+            reason += "with --allowed-hosts if that is its own name"
             raise ApiError(403, "origin_not_allowed", reason)
 
     def _is_own_page(self, origin: str, host: str) -> bool:

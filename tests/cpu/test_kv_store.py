@@ -119,6 +119,8 @@ def test_blocks_come_back_after_sleep_unless_the_weights_were_read_again(
     assert engine.wake_up({"weights", "kv_cache"})
     found, reused = ask(engine, world.requests[0])
     assert (found == world.answers[0], reused) == ((True, WHOLE) if level == 1 else (False, 0))
+    engine.reset_prefix_cache()
+    assert ask(engine, world.requests[0])[1] == 0
     engine.close()
 
 

@@ -120,15 +120,12 @@ class KvStore:
             copy.wait()
         self._kv = kv
         if reloaded:
-            self.reset()
+            self._drop_all()
 
     def reset(self) -> None:
         """Let nothing that was copied before be found by this process."""
-        with self._lock:
-            self._held.clear()
-            self._order = IdleBlocks()
         self._since_reset = secrets.token_hex(16)
-        self._made_by = self._identity()
+        self._drop_all()
 
     def key(self, parent: BlockKey | None, root: str, adapter: str, tokens: Sequence[int]) -> BlockKey:
         """The key of a block after `parent`, None: the first one. root, adapter: `Sequence.root` and
@@ -195,6 +192,12 @@ class KvStore:
         self._readers.shutdown(wait=True, cancel_futures=True)
         wait(set(self._writing), CLOSE_S)
         self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def _drop_all(self) -> None:
+        with self._lock:
+            self._held.clear()
+            self._order = IdleBlocks()
+        self._made_by = self._identity()
 
     def _identity(self) -> str:
         """Digest of all that determines the content of blocks beside their sequence and adapter."""

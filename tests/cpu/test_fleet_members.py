@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from tiny_models import make_adapter, make_model, reference_generate
 from manylora.adapters.catalog import uploads as adapter_record
 from manylora.adapters.catalog.entry import AdapterEntry
 from manylora.adapters.catalog.shared import USED, State
-from manylora.adapters.catalog.uploads import AdapterRecord, Kept, Uploads, unwritable
+from manylora.adapters.catalog.uploads import AdapterRecord, Uploads
 from manylora.doors.fleet.member import Changed, Member, RemoteRequest, RemoteResponse, change_response
 from manylora.doors.fleet.options import FleetOptions
 from manylora.doors.http.adapter_routes import RECEIVED
@@ -358,56 +357,6 @@ def test_a_folder_that_is_read_only_is_named(
         assert (await complete(fleet.members[0], "a0"))["status"] == 200
 
     run(model, tmp_path / "shared", play, count=1)
-
-
-@pytest.fixture
-def held(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose lock another server has, which was stopped, say."""
-    descriptor = os.open(tmp_path / adapter_record.LOCK, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    yield tmp_path
-    os.close(descriptor)
-
-
-def test_nobody_waits_for_ever_for_a_server_that_changes_adapters(
-    held: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapter_record, "LOCK_S", 0.1)
-
-    async def lock() -> None:
-        async with AdapterRecord(held).locked():
-            raise AssertionError("two have the lock")
-
-    with pytest.raises(Exception, match="Another server is changing adapters"):
-        asyncio.run(lock())
-
-
-def test_a_record_is_bounded_and_forgets_what_is_gone_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapter_record, "MAX_NAMES", 2)
-    record = AdapterRecord(tmp_path)
-    record.set("gone", Kept("gone", version=3))
-    record.set("x", Kept("sent", version=1, digest="d"))
-    record.set("y", Kept("alias", target="x"))
-    other = AdapterRecord(tmp_path)
-    assert other.read() and not other.read()
-    assert (
-        other.names
-        == record.names
-        == {
-            "x": Kept("sent", version=1, digest="d"),
-            "y": Kept("alias", target="x"),
-        }
-    )
-    with pytest.raises(OSError, match="adapters are there already") as full:
-        record.set("z", Kept("sent"))
-    assert unwritable(full.value).code == "storage_full"
-    (tmp_path / adapter_record.FILE).write_text(
-        '{"revision": 9, "adapters": {"x": {"kind": "odd", "terms": {}}}}'
-    )
-    with pytest.raises(OSError, match="not readable"):
-        other.read()
 
 
 def test_the_answer_names_who_has_not_followed() -> None:

@@ -11,7 +11,6 @@ import os
 import resource
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -112,30 +111,6 @@ def test_an_adapter_larger_than_the_cache_is_not_read(store: AdapterStore, tmp_p
         parts.reader(store.modules).read(folder)
 
 
-def test_a_pipe_that_takes_a_files_place_holds_nobody_up(
-    store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the look at it and its opening."""
-    folder = good(tmp_path / "a")
-    plain = (folder / WEIGHTS).stat()
-    (folder / WEIGHTS).unlink()
-    os.mkfifo(folder / WEIGHTS)
-    real = Path.stat
-    monkeypatch.setattr(Path, "stat", lambda p, **how: plain if p.name == WEIGHTS else real(p, **how))
-    ended: list[str] = []
-
-    def read() -> None:
-        try:
-            store.reader(store.modules).read(folder)
-        except AdapterInvalidError as error:
-            ended.append(str(error))
-
-    reading = threading.Thread(target=read, daemon=True)
-    reading.start()
-    reading.join(60)
-    assert ended == [f"{WEIGHTS} is not a plain file"]
-
-
 def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(
     store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,17 +186,6 @@ def test_the_catalog_names_what_leads_out(
     store = open_store(model_dir, prefetch_dir=linked, allowed_paths=(linked.parent / "outside",))
     assert all(store.resident(task_id) for task_id in range(3))
     store.close()
-
-
-def test_names_as_patterns_are_looked_up_however_many() -> None:
-    names = [f"model.layers.{layer}.mlp.experts.{expert}.w1" for layer in range(20) for expert in range(200)]
-    patterns = Patterns("alpha_pattern", [f"^{names[0]}", *names[1:], "w1", r"layers\.3\..*w2$"])
-    began = time.process_time()
-    assert [patterns.first(f"base_model.model.{name}") for name in names] == [f"^{names[0]}", *names[1:]]
-    assert patterns.first("model.layers.99.w1") == "w1"
-    assert patterns.first("model.layers.3.mlp.w2") == r"layers\.3\..*w2$"
-    assert patterns.first("model.layers.4.mlp.w2") is None
-    assert time.process_time() - began < 5
 
 
 def test_patterns_that_are_slow_to_match_end_within_their_time() -> None:

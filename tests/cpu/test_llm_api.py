@@ -4,7 +4,6 @@ streaming and abort; and what cannot be served is an error, never another answer
 from __future__ import annotations
 
 import asyncio
-import gc
 import runpy
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from waiting import wait_for
 
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
 from manylora.adapters.catalog.reader import AdapterReader
-from manylora.doors.python.outputs import GenerationResult
 from manylora.errors import AdapterNotCachedError, RequestError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -308,24 +306,6 @@ def test_a_shutdown_among_callers_leaves_nobody_waiting(tiny: Path) -> None:
         except RequestError as error:
             reasons.add(str(error))
     assert reasons <= {"length", "cancelled", "this LLM has been shut down"} and "cancelled" in reasons
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """Cycles stay: what goes away was held by nobody."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_an_llm_that_nobody_holds_goes_away_after_its_last_result(tiny: Path) -> None:
-    before = own_threads()
-    result = open_tiny(tiny).generate_async("one", SamplingParams(max_tokens=3))
-    assert isinstance(result, GenerationResult)
-    assert result.result(60).outputs[0].finish_reason == "length"
-    del result
-    wait_for(lambda: own_threads() <= before)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from manylora.engine.engine import Engine
 from manylora.engine.loop import EngineLoop
 from manylora.errors import DrainingError, EngineDeadError, QueueFullError, RequestError
 from manylora.request import Event, FinishReason, Guide, LoraInput, Request, SamplingConfig
@@ -167,35 +166,6 @@ def test_errors_and_cancelling(loop: EngineLoop) -> None:
     assert after.wait().finish_reason is FinishReason.LENGTH
 
 
-def test_a_slow_adapter_holds_up_only_its_own_task_id(loop: EngineLoop, engine: FakeEngine) -> None:
-    import numpy as np
-
-    engine.gate.clear()
-    tensors = LoraInput(1, np.zeros(1), np.zeros(1))
-    first, second, other = Sink(), Sink(), Sink()
-    loop.submit(request(lora=tensors), first)
-    loop.submit(request(lora=LoraInput(1)), second)
-    loop.submit(request(), other)
-    other.wait()
-    assert not first.events
-    assert not second.events
-    engine.gate.set()
-    first.wait()
-    second.wait()
-    assert engine.order == [(1, True), (1, False)]
-
-
-def test_cancelled_while_it_is_prepared(loop: EngineLoop, engine: FakeEngine) -> None:
-    import numpy as np
-
-    engine.gate.clear()
-    sink = Sink()
-    ticket = loop.submit(request(lora=LoraInput(1, np.zeros(1), np.zeros(1))), sink)
-    loop.cancel(ticket)
-    assert sink.wait().finish_reason is FinishReason.CANCELLED
-    engine.gate.set()
-
-
 def test_the_death_of_the_engine_reaches_every_client(loop: EngineLoop) -> None:
     sinks = [Sink() for _ in range(5)]
     for sink in sinks:
@@ -216,11 +186,6 @@ def test_draining_finishes_what_is_open_and_takes_nothing_new(engine: FakeEngine
     assert sink.wait().finish_reason is FinishReason.LENGTH
     loop.submit(request(), late)
     assert isinstance(late.wait().error, DrainingError)
-
-
-def test_the_fake_has_the_engine_s_verbs() -> None:
-    verbs = ("compile", "prepare", "submit", "cancel", "step", "stats", "has_work")
-    assert all(hasattr(Engine, verb) and hasattr(FakeEngine, verb) for verb in verbs)
 
 
 class Stuck(FakeEngine):
@@ -251,15 +216,6 @@ def test_a_stuck_engine_can_be_given_up_and_says_nothing_afterwards() -> None:
     engine.go.set()  # it wakes up after all: a Sink asserts that nothing follows its last event
     loop.close(drain=False)
     assert loop.num_open == 0
-
-
-def test_an_idle_engine_is_not_stuck(loop: EngineLoop) -> None:
-    sink = Sink()
-    loop.submit(request(), sink)
-    sink.wait()
-    while loop.stalled_s:
-        pass
-    assert loop.alive
 
 
 class Panic(BaseException):
@@ -295,13 +251,6 @@ def test_what_no_check_foresaw_ends_one_request_and_not_the_engine(
     assert good.wait().finish_reason is FinishReason.LENGTH
 
 
-def test_a_map_that_cannot_be_drawn_ends_nothing(loop: EngineLoop) -> None:
-    loop.cache_map(lambda found: None)  # the fake has none
-    sink = Sink()
-    loop.submit(request(), sink)
-    assert sink.wait().finish_reason is FinishReason.LENGTH
-
-
 def test_requests_that_are_prepared_count_as_waiting(engine: FakeEngine) -> None:
     import numpy as np
 
@@ -315,26 +264,6 @@ def test_requests_that_are_prepared_count_as_waiting(engine: FakeEngine) -> None
     engine.gate.set()
     assert [sink.wait().error for sink in sinks[:3]] == [None] * 3
     loop.close()
-
-
-def test_requests_and_close_meet_without_a_lost_one() -> None:
-    import numpy as np
-
-    for _ in range(20):
-        loop = EngineLoop(FakeEngine())  # type: ignore[arg-type]
-        sinks = [Sink() for _ in range(200)]
-        lora = LoraInput(1, np.zeros(1), np.zeros(1))
-
-        def send(loop: EngineLoop = loop, sinks: list[Sink] = sinks, lora: LoraInput = lora) -> None:
-            for sink in sinks:
-                loop.submit(request(lora=lora), sink)
-
-        thread = threading.Thread(target=send)
-        thread.start()
-        loop.close(drain=False)
-        thread.join()
-        for sink in sinks:
-            sink.wait()
 
 
 def test_a_server_whose_engine_is_stuck_is_not_ready_and_then_gives_it_up(monkeypatch) -> None:
@@ -353,15 +282,4 @@ def test_a_server_whose_engine_is_stuck_is_not_ready_and_then_gives_it_up(monkey
     assert "has not moved" in reasons.get(timeout=60)
     assert isinstance(sink.wait().error, EngineDeadError)
     engine.go.set()
-    asyncio.run(server.close())
-
-
-def test_a_server_hears_of_its_engine_s_death(engine: FakeEngine) -> None:
-    from manylora.doors.http import server as openai_server
-
-    reasons: queue.SimpleQueue = queue.SimpleQueue()
-    server = openai_server.InProcessEngine(engine, 0.0, reasons.put)  # type: ignore[arg-type]
-    server.submit(request(prompt=(13,)), Sink())
-    assert "MemoryError" in reasons.get(timeout=60)
-    assert not server.alive
     asyncio.run(server.close())

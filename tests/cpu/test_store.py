@@ -7,8 +7,6 @@ import os
 import random
 import threading
 import time
-from concurrent import futures
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +16,16 @@ from safetensors.numpy import save_file
 from tiny_models import make_model
 
 from manylora.adapters import staging, tensors
-from manylora.adapters.cache import transfers
 from manylora.adapters.cache.pool import AdapterPool
 from manylora.adapters.cache.store import AdapterLease, AdapterStore
 from manylora.adapters.catalog import files, reader
 from manylora.adapters.formats.npy import write_npy
 from manylora.adapters.formats.peft import rows as peft_rows
-from manylora.adapters.formats.peft_folder import read_peft
-from manylora.adapters.formats.tensor_files import decode, read_safetensors
 from manylora.adapters.number_types import BFLOAT16, narrow_to_bfloat16
 from manylora.adapters.rules import AdapterRules
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
-from manylora.errors import AdapterInvalidError, AdapterNotCachedError
+from manylora.errors import AdapterNotCachedError
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
 
@@ -84,33 +79,6 @@ def written(store: AdapterStore) -> None:
 
 def take(store: AdapterStore, lora: LoraInput) -> AdapterLease:
     return store.acquire(lora, store.prepare(lora))
-
-
-def test_a_step_waits_once_and_briefly_for_a_small_adapter(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, gate = open_store(model, 3, 3), threading.Event()
-    waits: list[float] = []
-
-    def wait(writing: list[Future[None]], most: float) -> None:
-        waits.append(most)
-        gate.set()
-        writing[0].result()
-
-    monkeypatch.setattr(futures, "wait", wait)
-    write = AdapterPool.write_host
-    monkeypatch.setattr(AdapterPool, "write_host", lambda *what: gate.wait() and write(*what))
-    lease = take(store, adapter(1))
-    assert store.admit(lease) and store.is_loaded(lease) and waits == [transfers.BRIEF_S]
-    monkeypatch.setattr(futures, "wait", lambda writing, most: waits.append(most))
-    gate.clear()
-    second, third = (take(store, adapter(number)) for number in (2, 3))
-    assert store.admit(second) and store.admit(third)
-    assert not store.is_loaded(second) and not waits[1:], "another one is written, too"
-    gate.set()
-    written(store)
-    assert store.is_loaded(second) and store.is_loaded(third)
-    store.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -208,18 +176,6 @@ def test_an_unreadable_prefetch_directory_is_a_warning(
         assert f"lora_prefetch_dir {folder} cannot be read" in caplog.text
 
 
-def test_task_ids_that_never_come_back_are_forgotten(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("manylora.adapters.catalog.library.PRUNE", 8)
-    store = open_store(model, 2, 2)
-    for task_id in range(200):
-        store.release(take(store, adapter(task_id)))
-        written(store)
-    assert store.resident(199)
-    assert sum(store.library.digest(task_id) is not None for task_id in range(200)) < 20
-
-
 def test_every_weight_type_arrives_in_the_compute_type(model: ModelConfig) -> None:
     values = adapter(1).weights
     assert values is not None
@@ -295,25 +251,6 @@ def test_an_adapter_is_written_beside_the_steps_of_the_others(
     np.testing.assert_array_equal(on_device(store, early), adapter(1).weights[0])
 
 
-def test_what_gives_way_while_it_is_written_is_carried_whole(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_store(model, 2, 2)
-    real = AdapterPool.write_host
-
-    def slow(*what: object) -> None:
-        time.sleep(0.05)
-        real(*what)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(AdapterPool, "write_host", slow)
-    leases = {task_id: take(store, adapter(task_id)) for task_id in range(5)}
-    for task_id in (4, 2, 0, 1, 3):
-        assert store.admit(leases[task_id])
-        store.check()
-        np.testing.assert_array_equal(on_device(store, leases[task_id]), adapter(task_id).weights[0])
-        store.release(leases[task_id])
-
-
 def test_the_map_has_every_page_in_use_once_and_counts_hits(model: ModelConfig) -> None:
     store = open_store(model, 4, 2)
     leases = [take(store, adapter(task_id)) for task_id in (1, 2, 3)]
@@ -376,33 +313,6 @@ def test_an_unchanged_folder_is_not_digested_again(
     assert len(digested) == 3
 
 
-def test_a_folder_that_changes_while_it_is_read_is_known_by_what_was_read(
-    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not by the digest that its files had when the reading began. float16: not read straight into pages."""
-    monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
-    for name in ("1", "2"):
-        write_peft(tmp_path / name, int(name), np.float16)
-    time.sleep(2 * files.SETTLED_NS / 1e9)
-    store = open_store(model, 1, 1, prefetch_dir=tmp_path)
-    before = take(store, LoraInput(1))
-    store.release(before)
-    store.release(take(store, LoraInput(2)))
-    written(store)
-    plain = reader.read_whole
-
-    def change_and_read(*what: object, **how: object) -> object:
-        write_peft(tmp_path / "1", 3)
-        return plain(*what, **how)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(reader, "read_whole", change_and_read)
-    changed = take(store, LoraInput(1))
-    assert changed.digest != before.digest
-    write_peft(tmp_path / "new", 3)
-    rows = read_peft(tmp_path / "new")
-    assert changed.digest == tensors.adapter_from_rows(rows).digest
-
-
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
 @pytest.mark.parametrize("large", [False, True])
 def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest(
@@ -455,24 +365,6 @@ def test_a_folder_that_was_just_written_is_not_known_by_its_times(
     write_peft(tmp_path / "1", 3)
     written(store)
     assert take(store, LoraInput(1)).digest != before.digest
-
-
-def test_a_link_to_nowhere_beside_an_adapter_does_no_harm(model: ModelConfig, tmp_path: Path) -> None:
-    write_peft(tmp_path / "1", 1)
-    (tmp_path / "1" / "README.md").symlink_to(tmp_path / "gone")
-    store = open_store(model, 1, 1, prefetch_dir=tmp_path)
-    assert store.resident(1)
-    store.close()
-
-
-def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -> None:
-    write_peft(tmp_path / "a", 1)
-    file = tmp_path / "a" / "adapter_model.safetensors"
-    found = read_safetensors(file)
-    os.truncate(file, file.stat().st_size - 8)
-    with pytest.raises(AdapterInvalidError, match="not readable: it was cut short"):
-        for key, tensor in found.items():
-            decode(key, tensor)
 
 
 def test_an_adapter_that_changes_nothing_is_counted_and_logged(

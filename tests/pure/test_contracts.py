@@ -27,7 +27,7 @@ from manylora.doors.triton.vllm_model import (
     read_parameters,
     takes_adapters,
 )
-from manylora.errors import ConfigError, RequestCancelledError, RequestError
+from manylora.errors import ConfigError, RequestError
 from manylora.generation.sampling import PARAMETERS
 from manylora.generation.tokenizer import Tokenizer
 from manylora.model.checkpoint import read_model_config
@@ -224,49 +224,6 @@ def test_of_the_requests_own_parameters_the_servers_are_left_alone() -> None:
         read_parameters('{"priority": 1}', own=False)
 
 
-def test_a_whole_answer_of_vllms_model() -> None:
-    everything = dict.fromkeys(
-        ("return_finish_reason", "return_cumulative_logprob", "return_logprobs", "return_num_input_tokens",
-         "return_num_output_tokens"), True)  # fmt: skip
-    [one] = vllm(
-        Engine(), text_input="Hi", sampling={"logprobs": 2, "temperature": 0, "max_tokens": 99}, **everything
-    )
-    assert one["text_output"].tolist() == [b"HiTokyo is the capital of Japan."]  # type: ignore[union-attr]
-    assert one["finish_reason"].tolist() == [b"length"]  # type: ignore[union-attr]
-    assert one["num_input_tokens"].tolist() == [len(TOKENIZER.encode("Hi"))]  # type: ignore[union-attr]
-    assert one["num_output_tokens"].tolist() == [len(SPOKEN)]  # type: ignore[union-attr]
-    np.testing.assert_allclose(one["cumulative_logprob"], [-0.5 * len(SPOKEN)])  # type: ignore[arg-type]
-    rows = json.loads(one["logprobs"][0])  # type: ignore[index]
-    assert [next(iter(row)) for row in rows] == list(map(str, SPOKEN))
-    assert "".join(row[str(i)]["decoded_token"] for row, i in zip(rows, SPOKEN, strict=True)) == (
-        "Tokyo is the capital of Japan."
-    )
-    assert all(row[str(i)]["rank"] == 1 and len(row) == 2 for row, i in zip(rows, SPOKEN, strict=True))
-    [plain] = vllm(Engine(), text_input="Hi", exclude_input_in_output=True, own='{"max_tokens": 99}')
-    assert plain["text_output"].tolist() == [b"Tokyo is the capital of Japan."]  # type: ignore[union-attr]
-    assert list(plain) == ["text_output"]
-    [null] = vllm(Engine(), text_input="Hi", return_logprobs=True)
-    assert null["logprobs"].tolist() == [b"null"]  # type: ignore[union-attr]
-
-
-def test_a_stream_of_vllms_model_and_a_stop_text_that_ends_it() -> None:
-    pieces = vllm(
-        Engine(), text_input="Hi", stream=True, return_finish_reason=True, sampling={"max_tokens": 99}
-    )
-    assert b"".join(one["text_output"][0] for one in pieces) == b"Tokyo is the capital of Japan."  # type: ignore[index]
-    assert [one["finish_reason"][0] for one in pieces][-2:] == [b"None", b"length"]  # type: ignore[index]
-    engine = Engine()
-    stopped = vllm(
-        engine,
-        text_input="Hi",
-        stream=True,
-        own='{"stop": "capital", "max_tokens": 99}',
-        return_finish_reason=True,
-    )
-    assert b"".join(one["text_output"][0] for one in stopped) == b"Tokyo is the "  # type: ignore[index]
-    assert stopped[-1]["finish_reason"][0] == b"stop" and engine.stopped  # type: ignore[index]
-
-
 def test_an_embedding_of_vllms_model() -> None:
     """As Triton's OpenAI frontend asks for one: without text_input."""
     settings = PoolingSettings("mean", dimensions=(1, 2, 3))
@@ -331,16 +288,6 @@ def test_adapters_among_the_parameters_are_not_ignored() -> None:
         vllm(Engine(), text_input="Hi", own='{"lora_mix_scales": [1]}')
 
 
-def test_an_adapter_goes_to_the_engine_by_its_name() -> None:
-    engine = Engine()
-    vllm(engine, text_input="Hi", sampling={"lora_name": "doll"})
-    llmapi(engine, text_input="Hi", lora_name="doll", lora_ckpt_source="hf")
-    llmapi(engine, text_input="Hi", lora_id=np.uint64(7))
-    assert [one["lora_name"].item() for one in engine.asked[:2]] == [b"doll", b"doll"]
-    assert engine.asked[1]["lora_ckpt_source"].item() == b"hf"
-    assert engine.asked[2]["lora_task_id"].item() == 7
-
-
 def test_penalties_have_the_meaning_of_each_contract() -> None:
     engine = Engine()
     vllm(engine, text_input="Hi", sampling={"presence_penalty": 0.5, "temperature": 0.5, "seed": 1})
@@ -364,41 +311,6 @@ def test_a_folder_must_be_one_that_the_operator_named(tmp_path: Path) -> None:
     whole = {"lora_id": np.uint64(1), "lora_name": "any", "lora_path": f"{tmp_path}/catalog/sheep"}
     llmapi(engine, folders, text_input="Hi", **whole)
     assert engine.asked[0]["lora_name"].item() == b"sheep"
-
-
-def test_answers_of_the_llmapi_model() -> None:
-    flags = {"return_finish_reason": True, "return_stop_reason": True, "return_cumulative_logprob": True}
-    [one] = llmapi(
-        Engine(), text_input="Hi", sampling_param_max_tokens=np.int32(99), decoupled=False, **flags
-    )
-    assert one["text_output"].tolist() == [b"HiTokyo is the capital of Japan."]  # type: ignore[union-attr]
-    assert one["finish_reason"].tolist() == [b"length"] and one["stop_reason"].tolist() == [b"None"]  # type: ignore[union-attr]
-    np.testing.assert_allclose(one["cumulative_logprob"], [-0.5 * len(SPOKEN)])  # type: ignore[arg-type]
-    pieces = llmapi(
-        Engine(),
-        text_input="Hi",
-        streaming=True,
-        sampling_param_stop=["capital", "x"],
-        return_stop_reason=True,
-    )
-    texts = [one["text_output"][0] for one in pieces]  # type: ignore[index]
-    assert texts[-1] == b"Tokyo is the " and texts == sorted(texts)
-    assert pieces[-1]["stop_reason"][0] == b"capital"  # type: ignore[index]
-
-
-def test_a_stop_reaches_the_open_request_of_that_id_alone() -> None:
-    model = LlmapiModel(runner(Engine()), AdapterFolders(), True)
-    clients = [ClientRequest(lambda: False) for _ in range(3)]
-    streams = [
-        model.answer(client, Request(text_input="Hi", streaming=True, request_id=str(i)))  # type: ignore[arg-type]
-        for i, client in enumerate(clients[:2])
-    ]
-    for stream in streams:
-        next(stream)
-    with pytest.raises(RequestCancelledError):
-        next(model.answer(clients[2], Request(text_input="", stop=True, request_id="1")))  # type: ignore[arg-type]
-    assert [client.abandoned for client in clients] == [False, True, False]
-    assert len(clients[1].to_stop()) == 1
 
 
 def test_files_of_the_operator(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from manylora.errors import ConfigError, RequestError
 from manylora.generation.decoding import decoding_of
 from manylora.generation.tokenizer import Tokenizer
 from manylora.model.checkpoint import read_model_config
-from manylora.request import Guide, SamplingConfig
+from manylora.request import SamplingConfig
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 CHINESE = DEMO / "adapters" / "chinese"
@@ -226,46 +226,6 @@ def test_what_is_greedy_upstream_is_greedy_in_the_engine(given: dict, greedy: bo
     assert decoding_of(SamplingParams(**given), None, []).params.greedy is greedy
 
 
-def test_fields_reach_the_engine_as_they_are() -> None:
-    beams = SamplingParams(
-        use_beam_search=True, n=2, best_of=4, length_penalty=0.5, early_stopping=0,
-        beam_search_diversity_rate=0.2, top_p=0.5,
-    )  # fmt: skip
-    made = decoding_of(beams, None, [])
-    params = made.params
-    assert (params.beam_width, params.num_return_sequences, made.n, made.num_results) == (4, 1, 2, 4)
-    assert (params.length_penalty, params.early_stopping, params.beam_search_diversity_rate) == (
-        0.5,
-        False,
-        0.2,
-    )
-    assert params.top_p is None
-    assert (made.within(7).params.max_tokens, made.within(0).params.max_tokens) == (7, 32)
-    sampled = SamplingParams(
-        top_p=0.9, top_p_min=0.1, top_p_decay=0.5, top_p_reset_ids=7, embedding_bias=[1, 2],
-        return_context_logits=True, return_generation_logits=True,
-    )  # fmt: skip
-    params = decoding_of(sampled, None, []).params
-    assert (params.top_p, params.top_p_min, params.top_p_decay, params.top_p_reset_id) == (0.9, 0.1, 0.5, 7)
-    assert params.logit_bias is not None and params.logit_bias.tolist() == [1.0, 2.0]
-    assert params.return_context_logits and params.return_generation_logits and not params.greedy
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"json_object": True}, Guide("json")),
-        ({"json": {"type": "null"}}, Guide("json_schema", '{"type": "null"}')),
-        ({"json": '{"type":"null"}'}, Guide("json_schema", '{"type":"null"}')),
-        ({"regex": "a+"}, Guide("regex", "a+")),
-        ({"grammar": 'root ::= "a"'}, Guide("ebnf_grammar", 'root ::= "a"')),
-    ],
-)
-def test_guides_reach_the_engine(given: dict, expected: Guide) -> None:
-    params = SamplingParams(guided_decoding=GuidedDecodingParams(**given))
-    assert decoding_of(params, None, []).params.guide == expected
-
-
 def test_end_tokens_come_from_the_request_then_from_the_model(tokenizer: Tokenizer) -> None:
     made = decoding_of(SamplingParams(), tokenizer, [EOS, 7])
     assert (made.params.end_id, made.params.stop_words, made.rules.end_ids) == (EOS, ((7,),), {7})
@@ -277,18 +237,6 @@ def test_end_tokens_come_from_the_request_then_from_the_model(tokenizer: Tokeniz
     for given in ({"ignore_eos": True}, {"end_id": -1}):
         made = decoding_of(SamplingParams(stop_token_ids=[5], **given), tokenizer, [EOS, 7])
         assert (made.params.end_id, made.params.stop_words) == (None, ((5,),))
-
-
-def test_a_special_token_as_stop_text_is_looked_for_as_a_token(tokenizer: Tokenizer) -> None:
-    made = decoding_of(SamplingParams(stop=["</s>", "so"], stop_token_ids=[5]), tokenizer, [])
-    assert (made.rules.ids, made.rules.texts) == ({EOS: "</s>", 5: 5}, ("so",))
-    assert made.stepwise
-
-
-def test_bad_texts_are_banned_at_the_start_and_inside_a_sentence(tokenizer: Tokenizer) -> None:
-    words = decoding_of(SamplingParams(bad="Paris", bad_token_ids=[9]), tokenizer, []).params.bad_words
-    assert {tokenizer.decode(word) for word in words[:-1]} == {"Paris", " Paris"}
-    assert words[-1] == (9,)
 
 
 def test_without_a_tokenizer_texts_are_refused() -> None:

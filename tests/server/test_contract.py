@@ -4,11 +4,9 @@ through the doors that clients use."""
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 import urllib.request
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,6 @@ from servers import Running, World
 from test_server import NEW, PROMPT, ask, generate, inputs, lora, new_ids
 from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
-
-from manylora.doors.triton.metrics import STAMP, engine_samples
-from manylora.stats import EngineStats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
 
@@ -160,41 +155,3 @@ def test_bls_speculates_with_a_draft_model(server: Running) -> None:
     """The draft model is the target itself: every guess is right, and the answer the same."""
     body = {"text_input": "Hello", "max_tokens": 13, "end_id": -1}
     assert bls(server, **body, num_draft_tokens=4)["text_output"] == bls(server, **body)["text_output"]
-
-
-def test_the_verbose_log_says_what_the_gauges_say(server: Running) -> None:
-    """Upstream's own check of its metrics compares the last line of the log with what is scraped."""
-
-    def set_verbosity(level: int) -> None:
-        url = f"http://127.0.0.1:{server.http}/v2/logging"
-        data = json.dumps({"log_verbose_level": level}).encode()
-        request = urllib.request.Request(url, data, {"manylora-management": server.secret})
-        urllib.request.urlopen(request, timeout=60).close()
-
-    def last_line() -> dict[str, Any]:
-        whole = log.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
-        lines = [line for line in whole.splitlines() if "Active Request Count" in line]
-        return json.loads(re.findall("{.*}", lines[-1])[0].replace('\\"', '"')) if lines else {}
-
-    def are_of_one_moment(found: dict[str, float]) -> bool:
-        line.update(last_line())
-        if line.get("Active Request Count") != 0:
-            return False
-        logged = datetime.strptime(line[STAMP], "%m-%d-%Y %H:%M:%S.%f").replace(tzinfo=timezone.utc)
-        [shown] = [value for key, value in found.items() if 'general_type="timestamp"' in key]
-        return abs(logged.timestamp() - shown / 1e6) < 1e-3
-
-    log, line = Path(server.state()["log"]), dict[str, Any]()
-    set_verbosity(1)
-    try:
-        ask(server, inputs(new=3))
-        found = scrape_until("the last line and what is scraped of one moment", server, are_of_one_moment)
-    finally:
-        set_verbosity(0)
-    shown = {key: value for key, value in found.items() if key.startswith("nv_trt_llm_")}
-    assert len(line) == len(shown) == 20
-    for sample in filter(lambda one: one.logged, engine_samples(EngineStats())):
-        family, name, [(_, label)] = sample.family, sample.logged, sample.labels
-        [value] = [v for key, v in shown.items() if key.startswith(family) and f'="{label}"' in key]
-        if name != STAMP:
-            assert line[name] == int(value), name  # upstream's reads them so: nothing runs, so all are whole

@@ -288,20 +288,6 @@ def test_a_row_has_the_same_bits_with_any_number_of_threads(
     assert all(torch.equal(together, alone) for alone in made)
 
 
-def test_a_batch_without_8_bits_runs_the_kernels_that_know_none() -> None:
-    """The shape of a planned batch is the key of its graph."""
-    made = cuda_ops()
-    mixed, _ = encoded(torch.float32, [1, 1], SINGLE)
-    plain = replace(mixed, segments=mixed.segments[1:])
-    shapes = []
-    for batch in (mixed, plain):
-        planned = made.plan(attention_batch([1] * 5, [1] * 5), batch)[1]
-        assert planned is not None
-        shapes.append(planned.shape)
-        assert planned.kinds.encodings == ({Encoding.FLOAT8} if batch is mixed else set())
-    assert shapes[0] != shapes[1]
-
-
 @pytest.mark.parametrize("acting", [SINGLE, MIXES], ids=["8 bits", "mixes"])
 @pytest.mark.parametrize("lengths", [[1, 1], [3, 1, 12, 2]], ids=str)
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,8 +4,8 @@ the GPU, under the interpreter where there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,9 @@ from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.doors.triton.metrics import engine_samples
 from manylora.engine.engine import Engine
-from manylora.engine.graphs import DecodeGraphs, buckets_for, width_class
-from manylora.engine.inputs import StepInputs
+from manylora.engine.graphs import buckets_for
 from manylora.kernels.cuda.ops import CudaOps
-from manylora.kernels.device import CudaCapture, Device
+from manylora.kernels.device import Device
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig
@@ -114,29 +113,6 @@ def test_replayed_steps_give_the_tokens_of_the_plain_loop(
     before = recorder.recorded
     assert answers(graphed, loads[2][::-1]) == answers(plain, loads[2][::-1])
     assert recorder.recorded == before, "a shape that was recorded is recorded again"
-
-
-@pytest.mark.extended
-def test_adapters_of_8_bits_are_recorded_apart(
-    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch without one runs graphs whose kernels know none; either gives the plain loop's tokens."""
-    model, adapters = world
-    bits = torch.from_numpy(adapters[1].weights).to(torch.float8_e4m3fn).view(torch.uint8)  # type: ignore[arg-type]
-    narrow = LoraInput(9, bits.numpy().view("V1"), adapters[1].config)
-    recorder = Recorder()
-    plain = open_engine(model, monkeypatch, None)
-    device = Device(CPU, CudaOps(part_keys=32), "interpreted", recorder)
-    graphed = open_engine(model, monkeypatch, device, max_batch_size=4)
-    for loras in ([*adapters, None], [adapters[0], narrow, None], [narrow] * 3):
-        before = recorder.recorded
-        assert answers(graphed, loras) == answers(plain, loras)
-        assert recorder.recorded > before
-    for loras in ([*adapters, None], [adapters[0], narrow, None]):
-        answers(graphed, loras)  # the first time adapters may come one step after the others
-        before = recorder.recorded
-        assert answers(graphed, loras) == answers(plain, loras)
-        assert recorder.recorded == before
 
 
 class NothingWaits(TorchDispatchMode):
@@ -258,88 +234,3 @@ def test_without_memory_to_record_steps_are_plain(
     plain = open_engine(model, monkeypatch, None)
     assert answers(engine, [None], new=5) == answers(plain, [None], new=5)
     assert "launched plainly" in caplog.text
-
-
-def test_the_graph_not_used_for_longest_is_let_go(world: tuple[Path, list[LoraInput]]) -> None:
-    ops, recorder = CudaOps(), Recorder()
-    model, _ = world
-    from manylora.config.engine import EngineConfig
-    from manylora.engine.sizing import batch_limits
-    from manylora.model.checkpoint import read_model_config
-
-    limits = batch_limits(
-        EngineConfig(model, max_batch_size=8), read_model_config(model), torch.float32, torch.float32, 64
-    )
-    ops.reserve(limits, CPU)
-    graphs = DecodeGraphs(lambda batch: batch.positions[:, None].clone(), ops, recorder, CPU, limits, 2)
-
-    def run(rows: int) -> list[int]:
-        ids = list(range(rows))
-        inputs = StepInputs(ids, ids, [*ids, rows], [1] * rows, [[5]] * rows, ids, ids)
-        return graphs.run(inputs).flatten().tolist()
-
-    assert run(1) == [0]
-    assert run(3) == [0, 1, 2], "padding is cut off"
-    assert run(1) == [0]
-    assert run(8) == list(range(8))
-    assert recorder.recorded == 3
-    run(1)
-    assert recorder.recorded == 3
-    run(3)
-    assert recorder.recorded == 4
-
-
-def test_a_recording_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stand-in for torch.cuda: all on one stream, which waits for the present one and is waited for;
-    other threads may wait for their copies meanwhile; the function runs once before it is recorded."""
-    happened: list[Any] = []
-
-    class Stream:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def wait_stream(self, other: Stream) -> None:
-            happened.append(f"{self.name} waits for {other.name}")
-
-    present = Stream("present")
-    made = iter([Stream("side"), Stream("another")])
-
-    @contextmanager
-    def recording(graph: Any, **options: Any) -> Iterator[None]:
-        happened.append(("begin", options["stream"].name, options["pool"], options["capture_error_mode"]))
-        yield
-        happened.append("end")
-
-    class Graph:
-        def replay(self) -> None:
-            happened.append("replay")
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(made))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: present)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: happened.append(f"on {stream.name}"))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", recording)
-    capture, answer = CudaCapture(CPU), torch.ones(1)
-
-    def function() -> Tensor:
-        happened.append("run")
-        return answer
-
-    for _ in range(2):
-        happened.clear()
-        replay = capture(function)
-        assert replay() is answer
-        begin = ("begin", "side", "pool", "thread_local")
-        waits = ["side waits for present", "run", "present waits for side"]
-        assert happened == [*waits, begin, "run", "end", "on present", "replay"]
-
-
-def test_buckets_and_widths() -> None:
-    for most in (1, 3, 4, 64, 100, 256, 1000):
-        sizes = buckets_for(most)
-        assert sizes == sorted(set(sizes))
-        assert sizes[-1] == most
-    assert [width_class(columns, 4096) for columns in (1, 16, 17, 65, 4096)] == [16, 16, 64, 256, 4096]
-    assert width_class(3, 10) == 10

@@ -246,28 +246,6 @@ def test_a_rank_that_contradicts_the_tensors_is_refused(
             read_whole(find_source(folder), options)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "told"),
-    [
-        ("gralora", {"hybrid_r": 2}, "0 for hybrid_r, and adapter_config.json says 2"),
-        ("vblora", {"vector_length": 8}, "16 for vector_length, and adapter_config.json says 8"),
-        ("miss, mini", {"mini_r": 2}, "4 for mini_r, and adapter_config.json says 2"),
-        ("unilora", {"theta_d_length": 41}, "40 for theta_d_length, and adapter_config.json says 41"),
-    ],
-)
-def test_another_size_that_contradicts_the_tensors_is_refused(
-    adapters: dict[str, Path],
-    options: ReadOptions,
-    tmp_path: Path,
-    name: str,
-    settings: dict[str, int],
-    told: str,
-) -> None:
-    folder = edited(adapters[name], tmp_path / "edited", **settings)
-    with pytest.raises(AdapterInvalidError, match=told):
-        read_whole(find_source(folder), options)
-
-
 @pytest.mark.parametrize(("name", "part"), [("delora", "delora_lambda"), ("deft", "deft_R")])
 def test_tensors_that_do_not_fit_together_are_refused_as_such(
     adapters: dict[str, Path], options: ReadOptions, tmp_path: Path, name: str, part: str

@@ -23,10 +23,8 @@ from tiny_models import make_adapter, make_model, read_adapter_folder, reference
 from manylora.adapters.convert import convert_peft
 from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.adapters.modules import lora_modules
-from manylora.adapters.rules import AdapterRules
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.doors.python import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
-from manylora.doors.triton.codec import decode_requests
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
 from manylora.generation.tokenizer import Tokenizer
@@ -225,47 +223,6 @@ def test_a_forced_token_follows_the_start(bart: World, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("dora", [0, 1])
-def test_the_fused_module_of_cross_attention_is_its_three_parts(t5: World, dora: int) -> None:
-    layer, rank = t5.config.num_layers - 1, 4
-    fused, parts = t5.modules[8], [t5.modules[module_id] for module_id in (9, 10, 11)]
-    rng = np.random.default_rng(0)
-    a = rng.standard_normal((rank, fused.in_dim), np.float32)
-    b = rng.standard_normal((fused.out_dim, rank), np.float32)
-    magnitude = 1 + rng.random(fused.out_dim * dora, np.float32)
-    whole = np.concatenate((a.ravel(), b.ravel(), magnitude))[np.newaxis, np.newaxis]
-    ends = np.cumsum([part.out_dim for part in parts])[:-1]
-    rows = [
-        np.concatenate((a.ravel(), piece.ravel(), share))
-        for piece, share in zip(np.split(b, ends), np.split(magnitude, ends * dora), strict=True)
-    ]
-    apart = np.zeros((1, 3, max(map(len, rows))), np.float32)
-    for target, row in zip(apart[0], rows, strict=True):
-        target[: len(row)] = row
-    one = LoraInput(1, whole, np.array([[[8, layer, rank, dora]]], np.int32))
-    three = LoraInput(2, apart, np.array([[[i, layer, rank, dora] for i in (9, 10, 11)]], np.int32))
-    digests = [AdapterRules(t5.modules, t5.config.num_layers, 64).check(x).digest for x in (one, three)]
-    assert digests[0] == digests[1]
-    ids = texts(1, seed=2)[0]
-    made = answers(t5.engine(), *(replace(t5.request(None, ids), lora=lora) for lora in (None, one, three)))
-    assert made[1] == made[2] != made[0]
-
-
-def test_modules_lie_in_both_stacks_and_cross_attention_in_the_decoders(t5: World) -> None:
-    config = t5.config
-    assert config.num_layers == 5
-    assert config.kv_layers == 3
-    assert t5.modules[9].layers == t5.modules[12].layers == frozenset({2, 3, 4})
-    assert t5.modules[1].layers is None
-    assert {m.name for m in lora_modules(config, ("cross_attn_v",)).values()} == {
-        "cross_attn_qkv", "cross_attn_q", "cross_attn_k", "cross_attn_v"
-    }  # fmt: skip
-    weights = np.zeros((1, 1, 4 * (64 + 96)), np.float32)
-    in_encoder = LoraInput(1, weights, np.array([[[9, 1, 4, 0]]], np.int32))
-    with pytest.raises(AdapterInvalidError, match="cross_attn_q does not exist in layer 1"):
-        AdapterRules(t5.modules, config.num_layers, 64).check(in_encoder)
-
-
 def test_adapters_that_do_not_suit_are_refused(t5: World, bart: World, tmp_path: Path) -> None:
     with pytest.raises(AdapterInvalidError, match="--base"):
         convert_peft(t5.adapters[1])
@@ -335,26 +292,6 @@ def test_t5_may_be_longer_than_it_was_trained(t5: World) -> None:
     assert engine.max_seq_len == 700
     ids = tuple(i % 250 for i in range(650))
     assert answers(engine, t5.request(1, ids)) == [t5.answer(1, ids)]
-
-
-def test_triton_tensors_mean_encoder_and_decoder() -> None:
-    arrays = {
-        "input_ids": np.array([[5, 6, 7, 0]], np.int32),
-        "input_lengths": np.array([3], np.int32),
-        "decoder_input_ids": np.array([[1, 2]], np.int32),
-        "decoder_input_lengths": np.array([2], np.int32),
-        "request_output_len": np.array([4], np.int32),
-    }
-    [found] = decode_requests(arrays, "", decoupled=True, has_encoder=True)
-    assert (found.request.encoder_prompt, found.request.prompt) == ((5, 6, 7), (1, 2))
-    with pytest.raises(RequestError, match="decoder_input_ids is for encoder-decoder models"):
-        decode_requests(arrays, "", decoupled=True)
-    one = {**arrays, "decoder_input_lengths": np.array([1], np.int32)}  # as the ensemble sends it
-    [found] = decode_requests(one, "", decoupled=True)
-    assert (found.request.encoder_prompt, found.request.prompt) == ((), (5, 6, 7))
-    arrays["decoder_input_lengths"] = np.array([9], np.int32)
-    with pytest.raises(RequestError, match="Invalid decoder_input_ids length"):
-        decode_requests(arrays, "", decoupled=True, has_encoder=True)
 
 
 def test_llm_generates_from_a_text_and_from_a_decoder_prompt(bart: World) -> None:

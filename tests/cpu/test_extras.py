@@ -5,7 +5,6 @@ the engine; what cannot be served is refused with the reason."""
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,15 +20,12 @@ from running import check_greedy, read, tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_logits
 
-from manylora.adapters.cache.pool import AdapterPool
 from manylora.adapters.catalog.levels import DiskLevel
 from manylora.adapters.catalog.reader import AdapterReader
 from manylora.adapters.convert import normalize_dora
-from manylora.adapters.extras import with_extras
 from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.adapters.formats.peft_folder import read_peft_whole
 from manylora.adapters.formats.read_options import ReadOptions
-from manylora.adapters.geometry import CacheGeometry, Layout
 from manylora.adapters.modules import lora_modules
 from manylora.adapters.number_types import narrow_to_bfloat16
 from manylora.adapters.rules import AdapterRules
@@ -204,38 +200,6 @@ def test_copies_on_disk_keep_them_and_requests_of_the_wire_refuse_them(model: Pa
         request_tensors(Request((1, 2), SamplingConfig(), lora=sent))
 
 
-def test_the_pool_gives_back_what_it_took_in_pieces() -> None:
-    geometry = CacheGeometry(page_width=8, slots_per_page=3, min_total_slots=3, widest=1)
-    picks = np.random.default_rng(0)
-    matrix, vector = picks.standard_normal((13, 5), np.float32), picks.standard_normal(30, np.float32)
-    extras = [
-        LoraExtra("embed.tokens", matrix, tuple(range(3, 29, 2))),
-        LoraExtra("head.bias", vector),
-        LoraExtra("head.lora_A", matrix[:1]),
-    ]
-    adapter = adapter_from_rows([], extras=extras)
-    layout = with_extras(Layout.of([], geometry), adapter.extras, geometry)
-    assert [len(place.pieces) for place in layout.extras] == [4, 2, 1]
-    assert layout.num_pages == 6 and max(layout.used_slots) <= 3
-    pool = AdapterPool(geometry, 7, 9, torch.float32, CPU)
-    host, device = [6, 0, 5, 2, 4, 1], [8, 1, 7, 0, 3, 5]
-    pool.write_host(adapter, layout, host)
-    pool.load(layout, host, device)
-    back = pool.read_host(adapter.digest, layout, host)
-    for one, other in zip(back.extras, adapter.extras, strict=True):
-        assert (one.name, one.token_ids) == (other.name, other.token_ids)
-        np.testing.assert_array_equal(one.values, other.values)
-    found = pool.extras(layout, pool.read_pages(host, device))
-    table, rows = found["embed.tokens"], torch.tensor([12, 0, 4, 5, 12])
-    x = torch.randn(4, 5)
-    assert torch.equal(table.gather(rows, torch.float32), torch.from_numpy(matrix)[rows])
-    assert torch.allclose(table.linear(x), x @ torch.from_numpy(matrix).T)
-    assert table.token_ids is not None and table.token_ids.tolist() == list(range(3, 29, 2))
-    assert torch.equal(found["head.bias"].vector(torch.float32), torch.from_numpy(vector))
-    with pytest.raises(AdapterInvalidError, match=r"head\.lora_B has rows of 25 values, a page .* has 24"):
-        with_extras(layout, [LoraExtra("head.lora_B", np.zeros((2, 25), np.float32))], geometry)
-
-
 def test_the_digest_covers_them(model: Path, workshop: Path) -> None:
     adapter = make_kind(workshop / "digest", model, "token indices", 1)
     config = read_model_config(model)
@@ -378,22 +342,3 @@ def test_the_normaliser_takes_biases_along(model: Path, workshop: Path) -> None:
     both = make_kind(workshop / "unnormal-head", model, "both + DoRA", 1)
     with pytest.raises(AdapterInvalidError, match=r"unknown weight: .*(lm_head|embed_tokens)\.lora_mag"):
         normalize_dora(both, model, workshop / "normal-head")
-
-
-def test_copies_beside_trained_biases_are_left_out(workshop: Path) -> None:
-    """With bias "all" PEFT saves a norm that is saved whole three times over, and reads the first alone."""
-    model = make_model(workshop / "gpt2-copies", "gpt2", seed=3)
-    settings = {"bias": "all", "modules_to_save": ["ln_1"], "fan_in_fan_out": True}
-    folder = make_adapter(workshop / "copies", model, 2, 4, ("c_attn",), **settings)
-    file = folder / "adapter_model.safetensors"
-    stored = load_file(file)
-    copies = [key for key in stored if "modules_to_save" in key or "original_module" in key]
-    assert copies
-    save_file({key: value + 9 * (key in copies) for key, value in stored.items()}, file)
-    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
-    [found] = Driver(decoder, [tokens(20)], [read(folder, model)]).run()
-    assert agree(found, reference_logits(model, folder, tokens(20)))
-    del stored[copies[0].replace(".modules_to_save", "")]
-    save_file(stored, file)
-    with pytest.raises(AdapterInvalidError, match=re.escape(copies[0])):
-        read(folder, model)

@@ -348,17 +348,6 @@ def test_a_config_that_cannot_be_served_is_named(
         read_model_config(model)
 
 
-def test_grouped_rows_need_the_base(workshop: Path) -> None:
-    model = make_model(workshop / "grouped", "gpt-neox")
-    adapter = make_adapter(workshop / "grouped-a", model, rank=2, modules=("query_key_value",))
-    with pytest.raises(AdapterInvalidError, match="query_key_value: the order of its rows depends"):
-        read_adapter_folder(adapter)
-    out = workshop / "grouped-converted"
-    assert convert(["-i", str(adapter), "-o", str(out), "--base", str(model)]) == 0
-    for one, other in zip(read_adapter_folder(out), read_from("peft", adapter, model), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 @pytest.mark.parametrize("family", ["falcon", "falcon-new", "falcon-sequential", "gpt-neox"])
 def test_hf_lora_convert_orders_grouped_rows(family: str, workshop: Path, capsys: Any) -> None:
     """By --base, the base that the adapter names, or a config.json beside it; else it says what to do."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import os
 import resource
 import shutil
 import subprocess
@@ -258,26 +257,6 @@ def test_tools_name_their_flags_and_no_line_of_their_code(
     assert capsys.readouterr().err == "--max-adapter-size must be at least 1, got 0\n"
 
 
-def test_what_the_normaliser_refuses(
-    model: Path, dora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = shutil.copytree(dora, tmp_path / "other")
-    tensors = load_file(dora / "adapter_model.safetensors")
-    save_file(
-        {**tensors, "base_model.model.other.weight": torch.ones(2)}, other / "adapter_model.safetensors"
-    )
-    (tmp_path / "empty").mkdir()
-    for in_dir, base, text in [
-        (other, model, "Encountered unknown weight: base_model.model.other.weight"),
-        (tmp_path / "none", model, "none is not a valid model directory: not found"),
-        (dora, tmp_path / "none", "none is not a valid model directory: not found"),
-        (tmp_path / "empty", model, "empty does not contain .safetensors or .bin weights"),
-    ]:
-        assert normalize_dora(["-i", in_dir, "-b", base, "-o", tmp_path / "out"]) == 1
-        assert text in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_inspect_says_which_matrix_each_module_id_is(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -307,22 +286,6 @@ def test_inspect_says_which_matrix_each_module_id_is(
     assert "A [rank, in], B [out, rank]" in capsys.readouterr().out
 
 
-def test_tensors_without_meaning_are_not_converted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for config, value, reason in [
-        ([[99, 0, 2]], 1.0, "lora module INVALID (99)"),
-        ([[1, 0, 0]], 1.0, "Expected adapterSize to be > 0"),
-        ([[1, 0, 2]], float("nan"), "attn_q of layer 0 is not finite"),
-        ([[1, 0, 2], [1, 1, 2]], 1.0, "Expected dim1 lora_weights and lora_keys to have the same size"),
-    ]:
-        tensors = {"weights": torch.full((1, 16), value), "config": torch.tensor(config, dtype=torch.int32)}
-        save_file(tensors, tmp_path / "a.safetensors")
-        assert manylora("convert", "-i", tmp_path / "a.safetensors", "-o", tmp_path / "out") == 1
-        assert reason in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_full_disk_is_named(lora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without room for the weights; the limit on a file's size stands for it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -332,17 +295,3 @@ def test_a_full_disk_is_named(lora: Path, tmp_path: Path, capsys: pytest.Capture
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert capsys.readouterr().err == f"{tmp_path / 'out'} cannot be written: File too large\n"
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"]])
-@pytest.mark.parametrize("buffered", [True, False])
-def test_a_reader_that_has_seen_enough_is_no_error(arguments: list[str], buffered: bool) -> None:
-    """As in `manylora --help | head -1`."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, *([] if buffered else ["-u"]), "-m", "manylora.cli", *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, check=False)
-    os.close(writer)
-    assert ended.stderr == b""
-    assert ended.returncode in (0, 1)  # argparse itself ignores it, where it notices

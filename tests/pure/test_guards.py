@@ -60,30 +60,6 @@ def test_others_have_pythons_lock_while_a_thread_waits_for_a_mutex() -> None:
     assert done.stdout == "done\n", done.stderr
 
 
-def test_another_program_than_the_stub_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bls_worker, "load", lambda: pytest.fail("was changed"))
-    bls_worker.share_lock()
-
-
-def test_a_program_that_python_is_a_part_of_is_left_alone() -> None:
-    """Its own mutexes would be changed with those of the program."""
-    path = str(Path(sys.executable).resolve())
-    program = f"""
-from manylora.doors.triton import bls_worker
-import ctypes
-library = bls_worker.load()
-
-with open("/proc/self/maps") as maps:
-    line = next(one for one in maps if " r-xp " in one and one.rstrip().endswith({path!r}))
-inside = ctypes.c_void_p(int(line.split("-")[0], 16))
-nothing = ctypes.c_void_p(0)
-library.set_python(nothing, nothing, inside, nothing)
-print(library.install())
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "0\n", done.stderr
-
-
 GOOD = [(), (0,), (3,), (1, 2, 3), (1, 0, 2**58), (2**3, 1)]
 IMPOSSIBLE = [
     (1, 2**63 - 1, 2**63 - 1), (1, 2**32, 2**32), (2**62 + 1,), (1, 0, 2**63 - 1), (1, -2, -2), (1,) * 33,

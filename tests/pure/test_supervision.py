@@ -4,12 +4,9 @@ start that fails is tried again for as long as it was said, logs stay small."""
 from __future__ import annotations
 
 import os
-import random
-import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,14 +15,14 @@ import pytest
 from waiting import wait_for_named as wait_for
 
 from manylora.doors.triton.launcher import supervisor as supervisor_module
-from manylora.doors.triton.launcher.processes import end_marked, free_port, raise_open_files, stat_of
-from manylora.doors.triton.launcher.run_directory import RunDirectory, ServerLog, limit_size, open_log
+from manylora.doors.triton.launcher.processes import end_marked, stat_of
+from manylora.doors.triton.launcher.run_directory import RunDirectory, limit_size, open_log
 from manylora.doors.triton.launcher.server import MemoryLimit, Silence
 from manylora.doors.triton.launcher.supervisor import StoppedError, Supervisor
 from manylora.errors import ConfigError
 from manylora.system import lifeline
 from manylora.system.compiler import load_library
-from manylora.system.lifeline import RUN_DIR, Report, read_reports
+from manylora.system.lifeline import RUN_DIR
 
 
 class Scripted:
@@ -109,18 +106,6 @@ def test_a_first_start_that_is_refused_ends_with_the_reason(monkeypatch: pytest.
     crashes = [RuntimeError("crashed")] * 3
     assert kept(monkeypatch, *crashes)[1]["reason"] == "crashed"
     assert kept(monkeypatch, *crashes[:2], None)[0] == 0
-
-
-def test_programs_with_the_same_seed_choose_different_ports() -> None:
-    state = random.getstate()
-    try:
-        found = []
-        for _ in range(4):
-            random.seed(0)
-            found.append(free_port())
-    finally:
-        random.setstate(state)
-    assert len(set(found)) > 1
 
 
 SUPERVISE = """
@@ -226,41 +211,6 @@ def test_a_process_that_waits_for_its_server_with_pythons_lock_held_ends_with_it
                 os.kill(stuck, signal.SIGKILL)
 
 
-REPORTING = """
-import os, sys
-from manylora.system.lifeline import Lifeline
-line = Lifeline("m_0_0")
-line.activity = lambda: (2, 7)
-sys.stdin.readline()
-def no_room(*_):
-    raise OSError(28, "No space left on device")
-os.pwrite = no_room
-sys.stdin.readline()
-"""
-
-
-def test_reports_go_on_in_place_and_where_there_is_no_room(tmp_path: Path) -> None:
-    report = tmp_path / "report.m_0_0"
-    report.write_text("1 0 3 4".ljust(64))
-    before = report.stat()
-    environment, script = os.environ | {RUN_DIR: str(tmp_path)}, tmp_path / "reporting.py"
-    script.write_text(REPORTING)
-    shell = ["sh", "-c", f"{sys.executable} {script}; exit $?"]
-    with subprocess.Popen(shell, env=environment, stdin=subprocess.PIPE, text=True) as server:
-        found: dict[int, Report] = {}
-        wait_for("a report", lambda: found.update(read_reports(tmp_path, range(2, 2**22))) or found)
-        assert [one[:3] for one in found.values()] == [(False, 2, 7)]
-        after = report.stat()
-        assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
-        assert read_reports(tmp_path, [1]) == {}
-        server.stdin.write("\n")  # type: ignore[union-attr]
-        server.stdin.flush()  # type: ignore[union-attr]
-        time.sleep(0.3)
-        full = report.stat().st_mtime_ns
-        wait_for("its time goes on", lambda: report.stat().st_mtime_ns > full)
-        server.communicate("\n")
-
-
 def test_a_server_that_has_grown_is_started_anew_in_a_quiet_moment() -> None:
     limit, over = MemoryLimit(100 << 20), 150 << 20
     assert limit.exceeded(90 << 20, 0, 0.0) is None
@@ -284,50 +234,3 @@ def test_a_silent_server_hangs_sooner_if_it_does_not_compute(
     found = [silence.of(False, 100.0 + used_per_s * t, 5.0 + t, limit) for t in range(1, 400)]
     assert found[:hangs_after] == [None] * hangs_after
     assert found[hangs_after] == hangs_after + 1
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "raised"),
-    [(64, 1000, 1000), (1024, 2**30, 2**16), (64, -1, 2**16), (2**17, 2**20, None), (1000, 1000, None)],
-)
-def test_children_may_open_what_the_system_allows(
-    soft: int, hard: int, raised: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: told.append(limits))
-    raise_open_files()
-    assert told == ([] if raised is None else [(raised, hard)])
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
-    with pytest.raises(ConfigError, match="may open only 64 files: allow 256 or more"):
-        raise_open_files()
-
-
-def test_an_answer_ends_a_silence() -> None:
-    silence = Silence(0.0)
-    for second in range(0, 1000, 20):
-        assert silence.of(second % 40 == 0, 0.0, second, 60) is None
-
-
-def test_what_every_server_without_a_gpu_logs_is_not_why_it_ended(tmp_path: Path) -> None:
-    log = ServerLog(tmp_path / "server.log")
-    log.path.write_text(
-        'E1124 00:54:26.046756 24836 server.cc:241] "CudaDriverHelper has not been initialized."\n'
-        'E1124 00:54:37.762918 24836 ensemble_scheduler.cc:1468] "unable to create stream for ensemble: CUDA '
-        'driver version is insufficient for CUDA runtime version"\n'
-        'E1124 00:54:37.768438 24836 main.cc:245] "failed to start GRPC service: Unavailable"\n',
-        encoding="utf-8",
-    )
-    assert log.complaint() == "failed to start GRPC service: Unavailable"
-
-
-def test_what_the_server_said_before_it_ended_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = ServerLog(tmp_path / "server.log")
-    log.skip()
-    assert log.last_words() == ""
-    log.path.write_text("terminate called after throwing\n  what():  Resource temporarily unavailable\n")
-    assert log.last_words() == ": Resource temporarily unavailable"
-    monkeypatch.setattr("resource.getrlimit", lambda _: (2**30, 2**30))
-    assert log.last_words().endswith(": a process may have only 1024 MiB of addresses (ulimit -v)")

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import httpx2
 import numpy as np
@@ -24,10 +23,6 @@ from safetensors.numpy import load_file, save_file
 from serving import DEMO, Running
 from waiting import wait_for
 
-from manylora.adapters.cache.pool import AdapterPool
-from manylora.adapters.catalog.levels import MemoryLevel
-from manylora.adapters.tensors import Adapter, FileAdapter
-from manylora.doors.python import LoraConfig, PeftCacheConfig
 from manylora.doors.triton.launcher.processes import free_port
 
 sys.path.insert(0, str(DEMO))
@@ -279,38 +274,6 @@ def test_adapters_that_cannot_serve_say_why(
     assert words in answer.json()["error"]["message"]
     assert code not in [card["id"] for card in server.http.get("/v1/models").json()["data"]]
     shutil.rmtree(bad)
-
-
-def test_evicted_adapters_come_straight_from_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host level holds one. Beside it no values stay in memory once they are on disk."""
-    written: list[type] = []
-    with_values: WeakSet[Adapter] = WeakSet()
-    write = AdapterPool.write_host
-    levels: list[MemoryLevel] = []
-    open_level = MemoryLevel.__init__
-
-    def note(pool: AdapterPool, adapter: Any, *rest: Any) -> None:
-        written.append(type(adapter))
-        if isinstance(adapter, Adapter):
-            with_values.add(adapter)
-        write(pool, adapter, *rest)
-
-    def note_level(level: MemoryLevel, max_bytes: int) -> None:
-        levels.append(level)
-        open_level(level, max_bytes)
-
-    monkeypatch.setattr(AdapterPool, "write_host", note)
-    monkeypatch.setattr(MemoryLevel, "__init__", note_level)
-    adapters = LoraConfig(max_lora_rank=16, lora_target_modules=["attn_q", "attn_k", "attn_v"])
-    sections = {"lora_config": adapters, "peft_cache_config": PeftCacheConfig(host_cache_size=300_000)}
-    server = Running(lora_root=(DEMO / "adapters",), sections=sections)
-    try:
-        for _ in range(2):
-            assert {name: ask(server, name) for name in LANGUAGES} == CAPITALS
-            wait_for(lambda: [level.num_bytes for level in levels] == [0] and not with_values)
-        assert len(written) == 4 and written[-2:] == [FileAdapter, FileAdapter]
-    finally:
-        server.close()
 
 
 def test_unloading_waits_for_the_requests_under_way(

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +26,9 @@ from tiny_models import make_model
 
 import manylora
 from manylora import LLM, LoRARequest
-from manylora.adapters.catalog.catalog import AdapterCatalog
-from manylora.adapters.catalog.entry import CatalogError
 from manylora.cli import main
-from manylora.config.engine import EngineConfig
 from manylora.config.hub import local_model
 from manylora.doors.http.arguments import parse_options
-from manylora.engine.sizing import usable_bytes
 from manylora.errors import ConfigError
 
 ADAPTER = DEMO / "adapters" / "chinese"
@@ -133,11 +128,6 @@ def test_a_mistake_is_one_line_that_leads_on(models: Path, capfd: pytest.Capture
         assert said[0].startswith("manylora"), name
         for text in texts:
             assert text.format(**names) in said[0], name
-
-
-def test_a_mistake_ends_the_process(models: Path) -> None:
-    done = command("serve", str(models / "empty"))
-    assert (done.returncode, len(done.stderr.splitlines()), done.stdout) == (1, 1, "")
 
 
 def test_a_key_in_vllms_variable_is_not_overlooked(
@@ -417,27 +407,3 @@ def test_ctrl_c_in_a_download_does_not_wait_for_it(tmp_path: Path, hub_home: dic
 def maps(pid: int) -> str:
     """The compiled modules that a process has loaded."""
     return "manylora" if "tokenizers" in Path(f"/proc/{pid}/maps").read_text() else ""
-
-
-def test_a_share_of_the_memory_is_kept(models: Path) -> None:
-    """What is already taken counts, as in vLLM."""
-    config = EngineConfig(models / "good", gpu_memory_utilization=0.5)
-    device = SimpleNamespace(free_bytes=lambda: 60, total_bytes=lambda: 100)
-    assert usable_bytes(config, device, before=80) == 30  # 20 of the 50 are the weights
-    assert usable_bytes(config, device, before=115) == 0
-    assert usable_bytes(config, device, before=30) == 50, "others freed some meanwhile"
-    assert usable_bytes(replace(config, gpu_memory_utilization=1.0), device, before=80) == 60
-    assert usable_bytes(replace(config, gpu_memory_utilization=None), device, before=80) == 60
-    with pytest.raises(ConfigError, match="no room for a KV cache"):
-        LLM(models / "good", device="cpu", gpu_memory_utilization=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("with blank", "names are 1 to 128 of"), ("base", "name of the base model")]
-)
-def test_a_path_without_a_usable_name_says_why(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / name).mkdir()
-    reader = SimpleNamespace(within=lambda roots: None)
-    catalog = AdapterCatalog(reader, None, allowed=[tmp_path], bases=["base"])  # type: ignore[arg-type]
-    with pytest.raises(CatalogError, match=f"would be called '{name}', .*{text}.*load_lora_adapter"):
-        catalog.name_of_path(name)

@@ -213,20 +213,6 @@ def test_each_iteration_is_done_once(library: ctypes.CDLL) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("threads", [2, 5])
-def test_all_meet_whoever_is_late(library: ctypes.CDLL, threads: int) -> None:
-    """5: more than there are processors, perhaps, so that they do not spin."""
-    come, before = np.zeros(8, np.int64), torch.get_num_threads()
-    native.use_openmp(library)
-    try:
-        torch.set_num_threads(threads)
-        assert library.meetings(2000, come.ctypes.data) == 0
-        assert np.count_nonzero(come) == threads
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_torchs_runtime_is_the_only_one() -> None:
     if native.load() is None:
         pytest.skip("there are no kernels here")

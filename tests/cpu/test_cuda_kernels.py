@@ -9,9 +9,9 @@ from selection import extended
 
 from manylora.kernels.cuda import rows
 from manylora.kernels.cuda.arithmetic import quantise_rows
-from manylora.kernels.cuda.attention import paged_attention, parts_within
+from manylora.kernels.cuda.attention import paged_attention
 from manylora.kernels.cuda.ops import CudaOps
-from manylora.kernels.cuda.tables import PagedBatch, plan_attention
+from manylora.kernels.cuda.tables import plan_attention
 from manylora.kernels.reference import ACTIVATIONS, ReferenceOps
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import (
@@ -25,7 +25,7 @@ from manylora.kernels.spec import (
     LoraSegment,
     LoraTarget,
 )
-from manylora.kernels.transfer import TableCopy, to_device
+from manylora.kernels.transfer import to_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IN, WIDTHS = 48, (32, 16, 80)
@@ -228,14 +228,6 @@ def test_a_row_does_not_depend_on_the_ranks_and_modules_beside_it() -> None:
     assert not torch.equal(found[0][1][3], y[3])
 
 
-def test_a_decoding_sequence_alone_has_programs_for_most_of_a_gpu() -> None:
-    """Whatever the server's longest sequence; the programs of one key head are counted."""
-    assert [8 * parts_within(n, 128, 8) for n in (100, 1024, 4096, 131072)] == [8, 64, 256, 256]
-    assert [2 * parts_within(n, 128, 2) for n in (1024, 131072)] == [16, 128]
-    assert 32 * parts_within(131072, 128, 32) == 512
-    assert 8 * parts_within(131072, 128, 8, window=512) == 40
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rotated", "cached"), [(None, None), (10, None), (6, None), (10, FP8)])
 def test_pages_take_rotated_keys_and_values(
@@ -306,15 +298,3 @@ def test_eight_bit_floats_are_torchs() -> None:
     quantised, scales = quantise_rows(many)
     torch.testing.assert_close(scales, many.abs().amax(1, keepdim=True) / FP8_MAX)
     assert torch.equal(quantised.view(torch.uint8), (many / scales).to(FP8).view(torch.uint8))
-
-
-def test_tables_are_refilled_in_place_and_other_shapes_refused() -> None:
-    first = plan_attention(attention_batch([1, 1], [5, 9]), limits(), fixed=True)
-    second = plan_attention(attention_batch([1, 1], [12, 2]), limits(), fixed=True)
-    tables = first.lengths, first.block_table
-    TableCopy(first)(second)
-    assert tables[0].tolist() == [12, 2]
-    assert torch.equal(tables[1], second.block_table)
-    with pytest.raises(ValueError, match="was recorded with shape"):
-        TableCopy(first)(plan_attention(attention_batch([1], [5]), limits(), fixed=True))
-    assert isinstance(first, PagedBatch)

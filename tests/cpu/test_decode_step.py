@@ -22,7 +22,6 @@ from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.decode_step import DecodeStep
 from manylora.kernels.device import open_device
-from manylora.kernels.huge_pages import PIECE, huge_zeros
 from manylora.kernels.panels import Panels, WeightRows, look_up
 from manylora.kernels.quantised import FLOAT4, QuantisedWeight, StackedWeight
 from manylora.kernels.spec import AttentionBatch
@@ -37,7 +36,6 @@ KINDS = (None, "patterns", "rank 64", "DoRA + rsLoRA + patterns", "some layers",
 FAMILIES = ("llama-biases", "qwen3", "olmo2", "gemma2", "gemma3", "phi3-partial-rotary", "mistral-sliding")
 FAMILIES += ("smollm3", "olmo3", "glm4", "ernie4.5")
 QUANTISED = (("llama-biases", "W8A8"), ("qwen3", "W4A8"), ("gemma3", "W8A16"), ("gemma3", "W4A16"))
-OTHERS = ("gpt-neox", "granite", "starcoder2")  # layers that one call does not have
 
 
 def load(model: Path, quant: str | None = None) -> Decoder:
@@ -226,15 +224,3 @@ def test_rows_without_logits_change_nothing(
         assert len(few) == len(rows)
         torch.testing.assert_close(few, every[rows], rtol=0, atol=0 if compiled else 1e-6)
         assert torch.equal(narrow._kv.nan_to_num(7), whole._kv.nan_to_num(7))
-
-
-@pytest.mark.parametrize("family", OTHERS)
-def test_other_layers_run_one_by_one(family: str, tmp_path: Path) -> None:
-    assert load(make_model(tmp_path, family, seed=4))._decode_step is None
-
-
-def test_tensors_in_huge_pages_do_not_overlap() -> None:
-    sizes = [100, 2**20, 2**20 + 12, PIECE // 8, PIECE // 2, 2**16]
-    made = [huge_zeros((size // 4,), torch.float32).fill_(n) for n, size in enumerate(sizes)]
-    assert all(bool((one == n).all()) for n, one in enumerate(made))
-    assert all(one.data_ptr() % 16 == 0 for one in made)

@@ -12,11 +12,10 @@ from torch import Tensor
 from manylora.checkpoints.quant.config import QuantConfig
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.cuda import products, routing
+from manylora.kernels.cuda import products
 from manylora.kernels.cuda.arithmetic import quantise_rows
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.ops import CudaOps
-from manylora.kernels.cuda.routing import DevicePairs
 from manylora.kernels.experts import pair_up
 from manylora.kernels.quantised import QuantisedWeight, quantised_linear
 from manylora.kernels.reference import ReferenceOps
@@ -69,46 +68,6 @@ def cuda_ops(dtype: torch.dtype = torch.float32) -> CudaOps:
 def planned(made: CudaOps, batch: LoraBatch, rows: int, fixed: bool = False):  # type: ignore[no-untyped-def]
     attention = attention_batch([1] * rows, [1] * rows)
     return to_device(made.plan(attention, batch, fixed)[1], DEVICE)
-
-
-@pytest.mark.parametrize("block", [16, 1024])
-@pytest.mark.parametrize(
-    ("lengths", "fixed"), [([1], True), ([1, 1, 1], True), ([3, 1, 2, 9], False), ([2, 40, 1, 70], False)]
-)
-def test_pairs_and_tiles_are_those_of_the_host(
-    lengths: list[int], fixed: bool, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(routing, "BLOCK", block)
-    torch.manual_seed(len(lengths))
-    batch, _ = batch_of(lengths, [4] * len(lengths))
-    total, made = sum(lengths) + len(lengths) + 1, cuda_ops()
-    choices = choose_experts(total)
-    lora = planned(made, batch, total, fixed)
-    got, got_places = made.pair_up(choices, EXPERTS, lora)
-    want, want_places = pair_up(choices, EXPERTS, batch)
-    assert isinstance(got, DevicePairs)
-    assert torch.equal(got.rows, want.rows)
-    assert torch.equal(got_places, want_places)
-    covered = [
-        (pair, expert)
-        for first, count, _, expert in got.tiles.tolist()
-        for pair in range(first, first + count)
-    ]
-    experts = [e for e in range(EXPERTS) for _ in range(want.starts[e], want.starts[e + 1])]
-    assert covered == list(enumerate(experts))
-    assert max(count for _, count, _, _ in got.tiles.tolist()) <= got.tile_size
-    slots = lora.row_slots.tolist()
-    runs: list[list[int]] = []
-    for first, count, slot, expert in got.lora_tiles.tolist():
-        if count == 0:
-            continue
-        assert count <= got.lora_tile_size
-        assert {slots[row] for row in got.rows[first : first + count].tolist()} == {slot}
-        if runs and runs[-1][1] == first and runs[-1][2] == expert and slot == runs[-1][3]:
-            runs[-1][1] += count
-        else:
-            runs.append([first, first + count, expert, slot])
-    assert [run[:3] for run in runs] == want.groups[:, :3].tolist()
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@ launched plainly, a step that fails ends its requests alone, a device that is lo
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from manylora.engine.inputs import StepInputs
 from manylora.engine.loop import EngineLoop
 from manylora.errors import DeviceLostError, EngineDeadError, RequestError
 from manylora.kernels.cuda.ops import CudaOps
-from manylora.kernels.device import CudaCapture, Device
+from manylora.kernels.device import Device
 from manylora.kernels.spec import BatchLimits
 from manylora.request import Event, Request, SamplingConfig
 
@@ -72,28 +70,6 @@ def test_recording_is_given_up_after_a_few_errors(caplog: pytest.LogCaptureFixtu
     assert "recording has failed" in caplog.text
 
 
-def test_without_memory_half_of_the_graphs_go() -> None:
-    recorder = Failing(lambda number: torch.OutOfMemoryError() if number == 4 else None)
-    graphs = new_graphs(recorder)
-    for rows in (1, 2, 4):
-        assert run(graphs, rows)
-    assert run(graphs, 8) is None
-    for rows, again in ((4, 0), (2, 0), (1, 1), (8, 1), (2, 0)):
-        before = recorder.tried
-        assert run(graphs, rows)
-        assert recorder.tried - before == again, rows
-    assert graphs.num_failures == 0
-
-
-def test_with_every_third_recording_out_of_memory_all_go_on() -> None:
-    recorder = Failing(lambda number: None if number % 3 else torch.OutOfMemoryError())
-    graphs = new_graphs(recorder)
-    for _ in range(16):
-        for rows in (1, 2, 4, 8):
-            run(graphs, rows)
-    assert recorder.replayed > 4 * recorder.recorded > 16
-
-
 def test_a_shape_is_recorded_when_it_comes_again() -> None:
     recorder = Recorder()
     graphs = new_graphs(recorder, plain_uses=2)
@@ -101,69 +77,6 @@ def test_a_shape_is_recorded_when_it_comes_again() -> None:
     assert recorder.recorded == 1
     graphs.warm()
     assert recorder.recorded == 4, "at start all are recorded at once: 1, 2, 4 and 8 rows"
-
-
-def test_the_start_records_longer_tables_within_bounds(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of 1, 2, 4 and 8 rows, with up to 16, 64, 256 and 1024 blocks each."""
-    limits = replace(LIMITS, max_seq_len=4096)
-    caplog.set_level(logging.INFO, logger="manylora")
-    for max_graphs, seconds, widths in (
-        (100, 1e9, {16, 64, 256, 1024}),
-        (24, 1e9, {16, 64, 256}),  # the other half is for batches with adapters
-        (100, -1.0, {16, 64}),
-        (6, 1e9, {16, 64}),
-    ):
-        monkeypatch.setattr("manylora.engine.graphs.WARM_SECONDS", seconds)
-        graphs = new_graphs(Recorder(), max_graphs, limits, plain_uses=1)
-        graphs.warm()
-        count = min(max_graphs, 4 * len(widths))
-        assert {width for _, width, _ in graphs._graphs} == widths
-        assert graphs.num_recorded == len(graphs._graphs) == count
-        assert f"recorded {count} CUDA graphs" in caplog.text and f"; {16 - count} longer" in caplog.text
-    for _ in range(2):
-        assert run(graphs, 3)
-        rows = list(range(2))
-        graphs.run(StepInputs(rows, rows, [0, 1, 2], [1, 1], [[5] * 100] * 2, rows, rows))
-    kept = [key[:2] for key in graphs._graphs]
-    assert (2, 256) in kept and (8, 16) in kept and len(kept) == 6, "what is common is dropped last"
-    assert "of 2 rows, up to 256 blocks each, without adapters" in caplog.text
-
-
-def test_a_failed_recording_leaves_the_threads_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch leaves the thread on the stream of the recording where its end raises too."""
-    streams = ["present"]
-
-    class Broken:
-        def __init__(self, *arguments: Any, **options: Any) -> None: ...
-
-        def __enter__(self) -> None:
-            streams[0] = "capture"
-
-        def __exit__(self, *arguments: Any) -> None:
-            raise RuntimeError("the capture was invalidated")
-
-    class Stream:
-        def wait_stream(self, other: Any) -> None: ...
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *arguments: Any) -> None: ...
-
-    for name, value in {
-        "graph_pool_handle": lambda: "pool",
-        "Stream": lambda device: Stream(),
-        "current_stream": lambda device: Stream(),
-        "stream": lambda stream: stream,
-        "CUDAGraph": lambda: None,
-        "graph": Broken,
-        "set_stream": lambda stream: streams.__setitem__(0, "present"),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    with pytest.raises(RuntimeError, match="invalidated"):
-        CudaCapture(CPU)(lambda: torch.ones(1))
-    assert streams == ["present"]
 
 
 @pytest.fixture(scope="module")

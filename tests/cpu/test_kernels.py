@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from levels import PARAMS, open_library
 from test_cuda_kernels import IN, TARGETS, WIDTHS, lora_batch
 
-from manylora.kernels import cpu
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.panels import Panels
@@ -78,26 +77,6 @@ def test_adapters_of_any_size_add_the_same_alone_and_in_company(
         some, batch = y[part].clone(), LoraBatch(flat, (LoraSegment(0, len(y[part]), rows),))
         ops.lora_add(some, x[part], batch, 0, (target,), bias)
         assert torch.equal(some, got[part]), (start, stop)
-
-
-def test_a_fused_projection_and_its_parts_add_the_same_in_company(ops: CpuOps) -> None:
-    """Their columns overlap, as those of attn_qkv and attn_q do."""
-    torch.manual_seed(0)
-    targets = (LoraTarget(0, 0, 96), LoraTarget(1, 0, 32), LoraTarget(2, 32, 64))
-    rows, used = {}, 0
-    for target in targets:
-        rows[0, target.module_id] = LoraRow(used, RowFormat(6))
-        used += 6 * (40 + target.width)
-    pool, x, y = torch.randn(used), torch.randn(30, 40), torch.randn(30, 96)
-    want, got = y.clone(), y.clone()
-    batch = LoraBatch(pool, (LoraSegment(0, 30, rows),))
-    ReferenceOps().lora_add(want, x, batch, 0, targets)
-    ops.lora_add(got, x, batch, 0, targets)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    if type(ops) is CpuOps:
-        return
-    ops.lora_add(y[3:4], x[3:4], LoraBatch(pool, (LoraSegment(0, 1, rows),)), 0, targets)
-    assert torch.equal(y[3], got[3])
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
@@ -185,22 +164,6 @@ def test_a_packed_linear_is_the_linear(ops: CpuOps, rows: int, dtype: torch.dtyp
     torch.testing.assert_close(
         got, want, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=1e-4 if dtype == torch.float32 else 0.2
     )
-
-
-@pytest.mark.parametrize("spoilt", ["refuses", "is wrong"])
-def test_weights_stay_as_they_are_where_packing_fails_its_trial(
-    spoilt: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pack(weight: torch.Tensor) -> torch.Tensor:
-        if spoilt == "refuses":
-            raise RuntimeError("needs the cpu support of another processor")
-        return (2 * weight).to_mkldnn()
-
-    monkeypatch.setattr(cpu, "_pack", pack)
-    monkeypatch.setattr(cpu, "_packs", cpu._packs.__wrapped__)
-    ops, x, weight = CpuOps(), torch.randn(3, 64), torch.randn(96, 64)
-    assert ops.pack(weight) is weight
-    assert torch.equal(ops.linear(x, weight, None), torch.nn.functional.linear(x, weight))
 
 
 @pytest.mark.parametrize(

@@ -173,20 +173,3 @@ def test_penalties_and_a_decaying_top_p_run_ahead(
     monkeypatch.setattr(LaunchedStep, "wait", lambda step: ahead.append(step.assumed_done) or wait(step))
     assert run(overlapped, requests) == expected
     assert all(ahead) and len(ahead) > 20
-
-
-def test_a_step_that_fails_ends_its_own_requests_only(
-    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, _ = world
-    engine = open_engine(model, True)
-    engine.submit(engine.prepare(Request((3, 4), SamplingConfig(max_tokens=9), streaming=True)))
-    engine.step()
-    engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(Runner, "launch", lambda runner, step, before: 1 / 0)
-        events = [event for _, event in engine.step()]
-    assert [event.error is None for event in events] == [True, False], "the token before, then the error"
-    assert all(token >= 0 for event in events for token in event.token_ids)
-    engine.check()
-    assert run(engine, wishes([], 0)) == run(open_engine(model, False), wishes([], 0))

@@ -15,15 +15,11 @@ from selection import extended
 from torch import Tensor
 
 from manylora import LLM, QuantConfig, SamplingParams
-from manylora.config.engine import EngineConfig
 from manylora.kernels import compiled as compiled_ops
 from manylora.kernels import native, products
-from manylora.kernels.device import open_device
 from manylora.kernels.panels import PanelsLinear, to_panels
-from manylora.kernels.products import FORMS, NONE, choose_form, is_right
+from manylora.kernels.products import FORMS, NONE, choose_form
 from manylora.kernels.quantised import QuantisedWeight
-from manylora.model.checkpoint import read_model_config
-from manylora.model.weights import adapter_dtype, compute_dtype, load_decoder
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 PROMPT = "Where is the capital of Egypt? \\nAnswer:"
@@ -67,19 +63,6 @@ def test_products_are_those_of_rounded_inputs_in_any_company(
     assert not torch.equal(found, multiply(x, packed, bias)), "nothing was rounded"
     for start, stop in ((0, 1), (0, 5), (3, 11), (0, 9), (20, 36), (24, 41), (40, 41)):
         assert torch.equal(multiply(x[start:stop], made, bias), found[start:stop]), (start, stop)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_many_rows_are_as_few(multiply: PanelsLinear, form: int) -> None:
-    """More than are summed at once."""
-    weight, x = torch.randn(20, 130).bfloat16(), torch.randn(275, 130)
-    packed = to_panels(weight, multiply.width, multiply.block)
-    assert packed is not None
-    whole = multiply(x, packed.rounding(form), None)
-    for start in (0, 250, 260, 274):
-        assert torch.equal(
-            multiply(x[start : start + 7], packed.rounding(form), None), whole[start : start + 7]
-        )
 
 
 def flush(value: Tensor) -> Tensor:
@@ -130,12 +113,6 @@ def test_what_is_not_finite_is_so_in_its_row_only(multiply: PanelsLinear, value:
     assert not torch.isfinite(found[17]).any() and torch.equal(found[:17], whole[:17])
 
 
-def test_narrow_layers_and_float32_weights_are_left_alone() -> None:
-    for weight in (torch.randn(40, 64).bfloat16(), torch.randn(40, 192)):
-        packed = to_panels(weight, 16, 1024)
-        assert packed is not None and packed.rounding(DOTS).form == NONE
-
-
 class Offering:
     """A library that says it has all forms; form `wrong` gives other answers."""
 
@@ -163,13 +140,6 @@ def test_only_a_form_with_the_right_answers_is_tried(
         chosen = choose_form(Offering(emulated, wrong))
     assert tried == [NONE, *(form for form in FORMS if form != wrong)] and chosen == tried[-1]
     assert FORMS[chosen] in caplog.text
-
-
-def test_levels_that_have_no_such_products_offer_none(compiled: Any) -> None:
-    """Where one offers some, they are right."""
-    offered = compiled.bfloat16_forms()
-    assert all(is_right(PanelsLinear(compiled), form) for form in FORMS if offered >> form & 1)
-    assert choose_form(compiled) in (NONE, *FORMS)
 
 
 @pytest.fixture(params=[NONE, *FORMS])
@@ -205,15 +175,3 @@ def test_float32_is_exact_on_every_processor(processor: int, monkeypatch: pytest
     found = context_logits("float32", [PROMPT])[0]
     monkeypatch.setattr(compiled_ops, "choose_form", lambda library: NONE)
     assert torch.equal(found, context_logits("float32", [PROMPT])[0])
-
-
-def test_adapters_and_weights_stay_bfloat16_beside_float32_tensors(processor: int) -> None:
-    """So nothing takes more memory than in bfloat16, but keys and values."""
-    device, config = open_device("cpu"), read_model_config(DEMO / "base")
-    compute = compute_dtype("bfloat16", config, device)
-    assert compute == (torch.float32 if processor else torch.bfloat16)
-    decoder = load_decoder(DEMO / "base", config, compute, device)
-    settings = EngineConfig(DEMO / "base", device="cpu", dtype="bfloat16")
-    assert adapter_dtype(settings, config, compute, device) == torch.bfloat16
-    stored = sum(file.stat().st_size for file in (DEMO / "base").glob("*.safetensors"))
-    assert decoder.weight_bytes < 1.1 * (stored + 2 * config.vocab_size * config.hidden_size)

@@ -3,7 +3,6 @@ exact as making the weight wide first, and the engine answers with adapters on s
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,7 @@ from manylora.kernels.device import open_device
 from manylora.kernels.panels import Panels, read_panels, to_panels
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch
-from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
-from manylora.model.weights import load_decoder
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 ALGOS = ("W8A16", "W4A16", "FP8")
@@ -126,13 +122,6 @@ def test_panels_of_integers_are_exact_and_rows_keep_their_bits(
         assert torch.equal(ops.linear(x[:count], packed, bias), found[:count]), count
 
 
-def test_groups_across_blocks_are_left_to_torch() -> None:
-    weight = QuantisedWeight(torch.zeros(16, 4608, dtype=torch.int8), torch.ones(16, 3))
-    packed = open_device("cpu").ops.pack(weight)
-    assert isinstance(packed, QuantisedWeight)
-    assert not open_device("cpu").ops.linear(torch.ones(2, 4608), packed, None).any()
-
-
 def _exact(weight) -> torch.Tensor:
     four = weight.values.dtype == torch.uint8
     values = (weight.halves().double() - 8) if four else weight.values.double()
@@ -144,27 +133,6 @@ def _exact(weight) -> torch.Tensor:
 
 def _distance(found: torch.Tensor, truth: torch.Tensor) -> float:
     return float((found.double() - truth).square().mean().sqrt())
-
-
-@pytest.mark.parametrize("algo", ALGOS)
-def test_a_decoder_is_that_of_its_wide_weights(tmp_path: Path, algo: str) -> None:
-    """The same model, its linear layers quantised and made wide again by hand."""
-    model = make_model(tmp_path / "model", "llama-biases", seed=5)
-    device, config = open_device("cpu"), read_model_config(model)
-    quant = QuantConfig(algo, group_size=32, exclude_modules=["*.1.self_attn.o_proj"])
-    plain = load_decoder(model, config, torch.float32, replace(device, ops=ReferenceOps()))
-    made = load_decoder(model, config, torch.float32, device, quant=quant)
-    assert made.weight_bytes < 0.7 * plain.weight_bytes
-    x = torch.randn(5, 64)
-    for layer, (a, b) in enumerate(zip(plain._blocks, made._blocks, strict=True)):
-        for name in ("qkv", "out"):
-            ours, theirs = getattr(b.attention, name), getattr(a.attention, name)
-            kept = (layer, name) == (1, "out")
-            assert (ours.weight.nbytes >= theirs.weight.nbytes) == kept
-            expected = theirs(x, None)
-            if not kept:
-                expected = F.linear(x, quantise(theirs.weight, quant).wide(), theirs.bias)
-            assert torch.allclose(ours(x, None), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -233,14 +201,6 @@ def test_keys_and_values_in_float8(dtype: str) -> None:
             alone = llm.generate(prompt, params, japanese, False)
             assert alone.outputs[0].token_ids == outputs[1].outputs[0].token_ids
     assert sizes[0] == sizes[1] * getattr(torch, dtype).itemsize
-
-
-def test_what_is_too_large_for_float8_saturates() -> None:
-    cache = torch.zeros(2, 4, 1, 2, dtype=torch.float8_e4m3fn)
-    batch = AttentionBatch([0, 1], [1], torch.zeros(1, 1, dtype=torch.int32), torch.tensor([5]))
-    k = torch.tensor([[[1000.0, -0.4]]])
-    CpuOps().store_kv(k, -k, cache, cache.clone(), batch)
-    assert cache[1, 1, 0].tolist() == [448.0, -0.40625] and not cache[0].float().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

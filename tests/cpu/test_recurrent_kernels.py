@@ -225,18 +225,3 @@ def test_a_prompt_in_chunks_is_the_recurrence(shape: tuple[int, ...]) -> None:
     expected = [layer(ReferenceOps(), slice(i, i + 1), rows, batches[1]) for i in range(count)]
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(whole.memory, rows.memory, rtol=1e-4, atol=1e-4)
-
-
-def test_what_no_sequence_has_stays_as_it_is() -> None:
-    layer, state = make("delta rule", DELTA[0], {}, 4)
-    before = copy(state)
-    state.memory[8], state.inputs[8] = float("nan"), float("nan")
-    layer(
-        ReferenceOps(),
-        slice(None),
-        state,
-        to_device(table([3, 1], [-1, 2], [1, 2], [0, 0], [-1, -1]), DEVICE),
-    )
-    kept = [slot for slot in range(SLOTS) if slot not in (1, 2, 8)]
-    assert torch.equal(state.memory[kept], before.memory[kept])
-    assert state.memory[[1, 2]].isfinite().all()

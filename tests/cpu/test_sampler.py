@@ -221,25 +221,6 @@ def test_a_sampler_that_is_kept_draws_what_new_ones_draw(
         tokens = found
 
 
-def test_a_pending_token_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in the first step of a sampler, where the last token of some rows is on the device alone."""
-    kinds = [KINDS[0], KINDS[1], {"frequency_penalty": 2.0, "temperature": 0.7}]
-    made = [sequence(SamplingConfig(**kind), (4, 7, 7), (4,)) for kind in kinds]  # type: ignore[arg-type]
-    logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(4))
-    rows = [(one_sequence, 4) for one_sequence in made]
-    made[1].top_p = 0.3
-    expected = logits.clone()
-    adjust(expected, rows)
-    tokens, _ = sample(logits[[0, 2]], [(made[0], 4), (made[2], 4)])
-    for one_sequence in made[:2]:
-        one_sequence.tokens[-1] = PENDING
-    kept = Sampler(rows, 12, torch.device("cpu"), torch.tensor([4, 4, -1]))
-    found = logits.clone()
-    kept.adjust(found)
-    assert torch.equal(found, expected)
-    assert kept(logits.clone())[0].tolist()[::2] == tokens.tolist()
-
-
 def _kept(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """By the definition: in descending order, equal ones by their ids."""
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices

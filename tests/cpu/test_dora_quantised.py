@@ -25,9 +25,8 @@ from manylora.adapters.formats.sources import find_source, read_lora
 from manylora.adapters.modules import lora_modules
 from manylora.cli import main
 from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.config.repository import quant_config
 from manylora.engine.engine import Engine
-from manylora.errors import AdapterInvalidError, RequestError
+from manylora.errors import RequestError
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import EffectiveWeights
@@ -135,28 +134,6 @@ def test_every_door_normalises_with_what_it_holds(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_triton_parameters_say_what_its_engine_holds(tmp_path: Path) -> None:
-    """For who reads adapters in front of it."""
-    parameters = {"quant_algo": "W4A16", "quant_group_size": "32", "kv_cache_quant_algo": "${unset}"}
-    assert quant_config(parameters) == QuantConfig("W4A16", group_size=32)
-    assert quant_config({"quant_algo": "", "other": "W4A16"}) is None
-
-
-def test_scales_are_rounded_as_the_model_rounds_them(tmp_path: Path) -> None:
-    quantised, _ = make_pair(tmp_path, KINDS["fp8 by row"])
-    config, name = read_model_config(quantised), "model.layers.0.mlp.up_proj"
-    a, b = np.zeros((1, 64), np.float32), np.zeros((96, 1), np.float32)
-    norms = []
-    for dtype in (torch.float32, torch.bfloat16):
-        with BaseWeights(quantised, EffectiveWeights(config, None, dtype)).open() as base:
-            norms.append(base.row_norms(name, a, b))
-    stored = load_file(quantised / "model.safetensors")
-    scales = stored[f"{name}.weight_scale"].bfloat16().float()
-    wide = torch.linalg.vector_norm(stored[f"{name}.weight"].float() * scales, dim=1)
-    np.testing.assert_allclose(norms[1], wide.numpy(), rtol=1e-6)
-    assert not np.allclose(norms[0], norms[1], rtol=1e-4)
-
-
 def test_the_normaliser_and_the_converter_take_a_quantised_base(tmp_path: Path) -> None:
     quantised, wide = make_pair(tmp_path, KINDS["gptq in order"])
     adapter = make_kind(tmp_path / "adapter", wide, "DoRA", 1)
@@ -166,28 +143,6 @@ def test_the_normaliser_and_the_converter_take_a_quantised_base(tmp_path: Path) 
     out = tmp_path / "npy"
     assert main(["convert", "-i", str(adapter), "-o", str(out), "--base", str(quantised)]) == 0
     np.testing.assert_allclose(read(out, quantised).weights, expected, rtol=1e-5)
-
-
-def test_some_rows_of_a_matrix_are_made_wide_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    quantised, wide = make_pair(tmp_path, KINDS["awq"])
-    adapter = make_kind(tmp_path / "adapter", wide, "DoRA", 1)
-    whole = read(adapter, quantised).weights
-    monkeypatch.setattr("manylora.adapters.formats.base_weights.CHUNK", 7 * 96)
-    np.testing.assert_allclose(read(adapter, quantised).weights, whole, rtol=1e-6)
-
-
-def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
-    quantised, _ = make_pair(tmp_path, KINDS["awq"])
-    other = make_model(tmp_path / "other", "llama", hidden_size=128)
-    adapter = make_kind(tmp_path / "adapter", other, "DoRA", 1)
-    with pytest.raises(AdapterInvalidError, match=r"quantised .* cannot be read as a weight of 128 inputs"):
-        read_lora(find_source(adapter), 0, ReadOptions(base=BaseWeights(quantised)))
-    narrow = make_model(tmp_path / "narrow", "llama", intermediate_size=80)
-    adapter = make_adapter(tmp_path / "less", narrow, 1, 4, ("up_proj",), use_dora=True)
-    with pytest.raises(AdapterInvalidError, match=r"is quantised \[96, 64\] in the base model"):
-        read_lora(find_source(adapter), 0, ReadOptions(base=BaseWeights(quantised)))
 
 
 def test_adapters_on_experts_that_are_held_in_fp8(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from selection import extended
 from tiny_models import make_adapter, make_model, reference_logits
 
-from manylora.adapters.convert import normalize_dora
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
@@ -200,21 +199,6 @@ def changed(folder: Path, source: Path, config: dict | None = None, **given: tor
     return folder
 
 
-def test_what_training_left_of_the_shared_table_is_left_out(t5: Path, workshop: Path) -> None:
-    """PEFT's gradients never reach it: a B of zeros, or a copy of the base's."""
-    base = load_file(t5 / "model.safetensors")["shared.weight"]
-    source = make_adapter(workshop / "shared", t5, 1, rank=2, modules=("q",))
-    low = {"lora_embedding_A": torch.zeros(2, 272), "lora_embedding_B": torch.ones(64, 2)}
-    untouched = changed(
-        workshop / "untouched",
-        source,
-        {"modules_to_save": ["shared"]},
-        **{f"{PREFIX}shared.{name}": tensor for name, tensor in low.items()},
-        **{f"{PREFIX}shared.weight": base},
-    )
-    assert read(untouched, t5).extras == ()
-
-
 ONES = torch.ones(272, 64)
 ROWS = {f"{PREFIX}shared.token_adapter.trainable_tokens_delta": torch.ones(2, 64)}
 INDICES = {"trainable_token_indices": {"shared": [3, 4], "embed_tokens": [3, 4], "lm_head": [3, 4]}}
@@ -265,26 +249,3 @@ def test_what_cannot_be_served_is_refused(
     saved = {"modules_to_save": ["embed_tokens", "lm_head", "shared"], **INDICES}
     with pytest.raises(AdapterInvalidError, match=reason):
         read(changed(tmp_path / "refused", source, saved, **given), t5)
-
-
-def test_rows_of_a_table_that_is_tied_to_nothing_are_refused(workshop: Path) -> None:
-    model = make_model(workshop / "untied", "bart-scaled-untied", seed=3)
-    adapter = make_kind(workshop / "untied-a", model, "token indices", 1)
-    with pytest.raises(AdapterInvalidError, match=r"shared.token_adapter.* would do nothing"):
-        read(adapter, model)
-
-
-def test_parts_of_stacks_are_refused_where_there_are_none(t5: Path, workshop: Path) -> None:
-    llama = make_model(workshop / "llama", "llama", seed=1)
-    for kind in ("lora_bias", "modules_to_save", "norms saved"):
-        adapter = make_kind(workshop / f"for-t5-{kind}", t5, kind, 1)
-        with pytest.raises(AdapterInvalidError, match="this model has no encoder"):
-            read(adapter, llama)
-
-
-def test_the_normaliser_knows_both_stacks(bart: Path, workshop: Path) -> None:
-    adapter = make_kind(workshop / "unnormal", bart, "DoRA", 1)
-    count = normalize_dora(adapter, bart, workshop / "normal")
-    assert count == 2 * 6 + 3 * 10
-    ours, theirs = (read(path, bart) for path in (adapter, workshop / "normal"))
-    torch.testing.assert_close(torch.tensor(ours.weights), torch.tensor(theirs.weights))

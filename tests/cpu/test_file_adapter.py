@@ -3,7 +3,6 @@ and one whose file changed meanwhile is nobody's answer and nobody else's loss."
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from pathlib import Path
@@ -11,13 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from row_files import RowFile
-from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora.adapters.cache import pool
-from manylora.adapters.cache.store import AdapterStore
 from manylora.adapters.catalog import files
 from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.adapters.formats.peft_folder import read_peft_whole
@@ -144,30 +140,6 @@ def test_who_asked_for_a_file_that_changed_is_told_and_nobody_else(
     engine.close()
 
 
-def test_a_lost_adapter_that_others_wait_for_gives_its_pages_back(
-    workshop: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, adapters = workshop
-    known(tmp_path, adapters[:3], monkeypatch)
-    store: AdapterStore = open_engine(model, tmp_path).adapters
-    found = {task_id: store.prepare(LoraInput(task_id)) for task_id in (1, 2)}
-    os.truncate(tmp_path / "1" / "adapter_model.safetensors", 1000)
-    gone = store.acquire(LoraInput(1), found[1])
-    other = store.acquire(LoraInput(2), found[2])  # waits, since there is room for one
-    assert other.carried is not None
-    assert not store.admit(other)
-    lost = store.find_lost([])
-    assert list(lost) == [gone.digest]
-    assert not store.admit(gone)
-    store.release(gone)
-    store.forget_lost()
-    store.check()
-    assert store.admit(other) and not store.find_lost([other])
-    assert store.stats().host_adapters == 1
-    store.release(other)
-    store.close()
-
-
 @pytest.mark.parametrize(
     ("family", "options", "stored"),
     [
@@ -205,18 +177,3 @@ def test_what_is_not_in_the_file_as_it_is_served_is_not_read_from_there(
         )
         together = np.concatenate((a, b * np.float32(place["scale"])))
         np.testing.assert_array_equal(together, row.payload)
-
-
-@pytest.mark.parametrize(("kind", "stored"), [("F32", "float32"), ("BF16", "bfloat16"), ("F16", None)])
-def test_types_of_files(workshop: tuple[Path, list[Path]], tmp_path: Path, kind: str, stored: str) -> None:
-    shutil.copytree(workshop[1][0], tmp_path / "one")
-    file = tmp_path / "one" / "adapter_model.safetensors"
-    made = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[kind]
-    values = {key: tensor.to(made) for key, tensor in load_file(file).items()}
-    save_file(values, file)
-    found = read_peft_whole(tmp_path / "one").stored
-    assert (found.dtype if found else None) == stored
-    key = next(iter(values))
-    values[key] = values[key].float() if kind == "BF16" else values[key].bfloat16()
-    save_file(values, file)
-    assert read_peft_whole(tmp_path / "one").stored is None, "of two types"

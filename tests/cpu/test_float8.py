@@ -18,7 +18,6 @@ from test_moe import by_number
 from test_parity_adapters import agree, mixed_logits, tokens
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
 
-from manylora.adapters.cache.store import AdapterStore
 from manylora.adapters.convert import convert_source
 from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.adapters.formats.read_options import ReadOptions
@@ -27,7 +26,7 @@ from manylora.adapters.modules import lora_modules
 from manylora.adapters.number_types import FLOAT8, widen_bfloat16, widen_float8
 from manylora.adapters.report import inspect_adapter
 from manylora.adapters.rules import AdapterRules
-from manylora.adapters.tensors import Adapter, AdapterRow
+from manylora.adapters.tensors import Adapter
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
@@ -66,10 +65,6 @@ def read(model: Path, adapter: Path, task_id: int = 0) -> LoraInput:
 def check(model: Path, lora: LoraInput) -> Adapter:
     config = read_model_config(model)
     return AdapterRules(lora_modules(config), config.num_layers, 64).check(lora)
-
-
-def described(row: AdapterRow) -> tuple[object, ...]:
-    return row.module_id, row.layer, row.format, row.payload.dtype, row.payload.tobytes()
 
 
 def is_kept(lora: LoraInput) -> bool:
@@ -161,32 +156,6 @@ def test_greedy_tokens_in_one_engine_with_a_prefetch_directory(
     engine.close()
 
 
-def test_an_adapter_that_gives_way_comes_back_the_same(model: Path, pair: tuple[Path, Path]) -> None:
-    """The host level holds one: who waits carries what was read back from its pages."""
-    config = read_model_config(model)
-    given = check(model, read(model, pair[0], 1))
-    cache = LoraCacheConfig(gpu_memory_bytes=2**21, host_memory_bytes=2**18, max_adapter_size=8)
-    store = AdapterStore(config, cache, torch.device("cpu"), torch.float32, 2**30)
-    pages = store.stats().host_pages
-    first = store.acquire(read(model, pair[0], 1), store.prepare(read(model, pair[0], 1)))
-    others = []
-    for number in range(pages):
-        lora = read(model, pair[1], 10 + number)
-        assert lora.weights is not None
-        lora = replace(lora, weights=lora.weights * (1 + number))
-        lease = store.acquire(lora, store.prepare(lora))
-        if store.admit(lease):
-            others.append(lease)
-    assert first.carried is not None, "it had room"
-    for lease in others:
-        store.release(lease)
-    assert list(map(described, first.carried.rows)) == list(map(described, given.rows))
-    assert first.carried.rows[0].format.scale != 1
-    assert store.admit(first)
-    store.check()
-    store.close()
-
-
 def test_llgtrts_file_in_8_bits(model: Path, pair: tuple[Path, Path], workshop: Path) -> None:
     small, _ = pair
     given = read(model, small)
@@ -223,23 +192,6 @@ def test_dora_and_mixed_types_are_widened(model: Path, workshop: Path) -> None:
     tensors = LoraInput(0, row.view(FLOAT8), np.array([[[1, 0, 1, 1]]], np.int32))
     [made] = check(model, tensors).rows
     assert widen_bfloat16(made.payload).tolist() == [1.0] * 192
-
-
-def test_a_copy_of_the_embedding_in_8_bits_is_known(
-    model: Path, pair: tuple[Path, Path], workshop: Path
-) -> None:
-    """PEFT may save the base's own: that is left out, whatever the file's type."""
-    path = shutil.copytree(pair[0], workshop / "embedding")
-    name = "base_model.model.model.embed_tokens.weight"
-    own = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
-    for shift, same in ((0.0, True), (1.0, False)):
-        copy = (own + shift).to(torch.float8_e4m3fn)
-        save_file({**load_file(pair[0] / FILE), name: copy}, path / FILE)
-        if same:
-            assert check(model, read(model, path)).digest == check(model, read(model, pair[0])).digest
-        else:
-            with pytest.raises(AdapterInvalidError, match="is not what the base model has"):
-                read(model, path)
 
 
 def test_what_cannot_be_meant_is_refused(model: Path, pair: tuple[Path, Path], workshop: Path) -> None:

@@ -14,14 +14,10 @@ import torch
 from running import answers, read, run, tokens
 from tiny_models import load_transformers, make_adapter, make_model, read_adapter_folder
 
-from manylora.adapters.cache.leases import AdapterLease, check_changes
 from manylora.adapters.formats.base_weights import BaseWeights
-from manylora.adapters.geometry import Layout, Placement
-from manylora.adapters.modules import LoraModuleId
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterCacheFullError, AdapterInvalidError, AdapterNotCachedError
-from manylora.kernels.row_format import RowFormat
 from manylora.request import LoraInput, LoraMix, Request, SamplingConfig, mix
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -254,16 +250,3 @@ def test_mixes_with_dora_are_the_sums_of_each_change_in_peft(tmp_path: Path) -> 
         np.testing.assert_allclose(got.reshape(logits.shape), logits.numpy(), rtol=2e-4, atol=2e-4)
     made.check()
     made.close()
-
-
-def test_dora_is_not_mixed_over_a_fused_matrix_and_its_parts() -> None:
-    def lease(module_id: int, dora: bool) -> AdapterLease:
-        place = Placement(0, 0, 8, 4, 4, module_id, 1, RowFormat(1, dora), 1)
-        return AdapterLease("", 0, Layout((place,), (1,)))
-
-    whole, part, other = LoraModuleId.ATTN_QKV, LoraModuleId.ATTN_K, LoraModuleId.ATTN_DENSE
-    for members in ([(whole, False), (part, True)], [(whole, True), (part, False)]):
-        with pytest.raises(AdapterInvalidError, match="one has attn_qkv and another attn_q or attn_k"):
-            check_changes([lease(*one) for one in members])
-    check_changes([lease(whole, False), lease(part, False), lease(other, False)])
-    check_changes([lease(whole, True), lease(whole, False), lease(other, True)])

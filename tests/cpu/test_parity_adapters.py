@@ -256,15 +256,3 @@ def test_dora_that_cannot_be_normalised_is_refused(workshop: Path) -> None:
     ]:
         with pytest.raises(AdapterInvalidError, match=reason):
             read_adapter_folder(broken(name, value), BaseWeights(model))
-
-
-def test_the_worked_example_of_dora(tmp_path: Path) -> None:
-    """W0 = [[3, 0], [0, 4]], s B A = [[0, 4], [3, 0]], m = [10, 5] give [2, 1]."""
-    save_file(
-        {"model.layers.0.mlp.down_proj.weight": torch.tensor([[3.0, 0], [0, 4]])},
-        tmp_path / "model.safetensors",
-    )
-    path = "base_model.model.model.layers.0.mlp.down_proj"
-    a, b = np.array([[0, 4], [3, 0]], np.float32), np.eye(2, dtype=np.float32)
-    with BaseWeights(tmp_path).open() as reader:
-        assert (np.array([10, 5]) / reader.row_norms(path, a, b)).tolist() == [2, 1]

@@ -21,7 +21,6 @@ from tiny_models import (
     reference_logits,
 )
 
-from manylora.adapters.convert import convert_peft
 from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.sources import find_source, read_lora
@@ -160,11 +159,6 @@ def test_two_ranks(ranks: str, model: Path, prefetch: Path) -> None:
         found = [token for event in events for token in event.token_ids]
         check_greedy(found, 4, model, prefetch / name, ids)
     engine.close()
-
-
-def test_converters_refuse_them_by_name(prefetch: Path, model: Path) -> None:
-    with pytest.raises(AdapterInvalidError, match=r"attn_\w+\.scale: only low-rank matrices have a place"):
-        convert_peft(prefetch / "0")
 
 
 def prompt_settings(path: Path, model: Path) -> list[Path]:

@@ -139,17 +139,6 @@ def test_a_mix_is_the_sum_of_each(world: World, engine: Engine) -> None:
     assert np.abs(logits[0] - logits[2]).max() > 1e-3
 
 
-def test_written_out_rows_are_the_same_change(world: World) -> None:
-    for number in (0, 4, 5):
-        shared, plain = world.read(number), world.read(number, shared=False)
-        assert shared.nbytes < plain.nbytes / 2
-        for one, other in zip(shared.rows, plain.rows, strict=True):
-            assert one.shared is not None and other.shared is None
-            b, d = np.split(one.payload, [len(one.shared.b)])
-            whole = np.concatenate(((one.shared.a * d[:, None]).ravel(), (one.shared.b * b[:, None]).ravel()))
-            np.testing.assert_allclose(whole, other.payload, rtol=1e-6, atol=1e-7)
-
-
 def test_sizes_are_judged_before_anything_of_them_is_made(world: World, tmp_path: Path) -> None:
     hostile = tmp_path / "hostile"
     shutil.copytree(world.folder / "0", hostile)

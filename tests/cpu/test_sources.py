@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from selection import extended
 from tiny_models import read_adapter_folder
 
-from manylora.adapters.formats.nemo import find_nemo, nemo_num_layers
+from manylora.adapters.formats.nemo import nemo_num_layers
 from manylora.adapters.formats.npy import write_llgtrt, write_npy
 from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.sources import find_source, read_source, source_dtype
@@ -120,14 +120,6 @@ def test_every_source_in_a_folder_is_told_by_its_content(tmp_path: Path) -> None
     assert source_dtype(find_source(tmp_path / "peft")) == "float16"
 
 
-def test_llgtrt_keeps_dora_in_a_fourth_column_and_bfloat16_bit_by_bit(tmp_path: Path) -> None:
-    bits = np.array([[[0x3F80, 0x4049, 0x8000]]], np.uint16).view("V2")
-    write_llgtrt(tmp_path / "a.safetensors", bits, np.array([[[1, 0, 1, 1]]], np.int32))
-    weights, config = read_source(find_source(tmp_path / "a.safetensors"))
-    assert weights.tobytes() == bits.tobytes()
-    assert config.tolist() == [[[1, 0, 1, 1]]]
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -142,17 +134,6 @@ def test_llgtrt_keeps_dora_in_a_fourth_column_and_bfloat16_bit_by_bit(tmp_path: 
 def test_what_is_no_source_is_said(tmp_path: Path, make: Callable[[Path], Path], reason: str) -> None:
     with pytest.raises(AdapterInvalidError, match=reason):
         find_source(make(tmp_path))
-
-
-def test_texts_of_the_nemo_finder(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("")
-    for name, text in [
-        ("none", "none does not exist"),
-        ("a.txt", "a.txt is not a .nemo file"),
-        (".", "No .nemo files found in directory"),
-    ]:
-        with pytest.raises(AdapterInvalidError, match=text):
-            find_nemo(tmp_path / name)
 
 
 def without(state: dict, key: str) -> dict:
@@ -260,37 +241,6 @@ def test_a_hostile_tar_is_refused(tmp_path: Path, name: str) -> None:
     refused_at_once(write_tar(tmp_path / "a.nemo", *members), reason)
 
 
-def sparse(size: int) -> bytes:
-    """A GNU sparse member that claims to be `size` long and stores nothing."""
-    info = tarfile.TarInfo("model_weights.ckpt")
-    info.type = tarfile.GNUTYPE_SPARSE
-    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
-    block[386:410] = b"%011o\0%011o\0" % (size, 0)
-    block[483:495] = b"%011o\0" % size
-    block[148:156] = b"%06o\0 " % tarfile.calc_chksums(bytes(block))[0]
-    return bytes(block) + bytes(1024)
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "not a readable .nemo archive"),
-        (b"\x1f\x8b" + bytes(600), "not a readable .nemo archive"),
-        (sparse(2**32), "neither a plain file nor a directory"),
-        (member("model_weights.ckpt", size=2**40)[0].tobuf(tarfile.GNU_FORMAT), "claims|readable"),
-        (member("model_weights.ckpt", size=-512)[0].tobuf(tarfile.GNU_FORMAT), "claims|readable"),
-        (
-            member("model_weights.ckpt", size=2000)[0].tobuf(tarfile.GNU_FORMAT) + bytes(1500),
-            "cut short|readable",
-        ),
-    ],
-    ids=["empty", "gzip", "sparse", "huge", "negative", "truncated"],
-)
-def test_a_broken_tar_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
-    (tmp_path / "a.nemo").write_bytes(content)
-    refused_at_once(tmp_path / "a.nemo", reason)
-
-
 def llgtrt(weights: np.ndarray, config: np.ndarray, **more: np.ndarray) -> dict[str, np.ndarray]:
     return {"weights": weights, "config": config, **more}
 
@@ -313,10 +263,3 @@ def llgtrt(weights: np.ndarray, config: np.ndarray, **more: np.ndarray) -> dict[
 def test_a_wrong_llgtrt_file_is_refused(tmp_path: Path, tensors: dict, reason: str) -> None:
     save_file(tensors, tmp_path / "a.safetensors")
     refused_at_once(tmp_path / "a.safetensors", reason)
-
-
-def test_a_truncated_llgtrt_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    save_file(llgtrt(np.ones((1, 16), np.float32), np.ones((1, 3), np.int32)), path)
-    path.write_bytes(path.read_bytes()[:-4])
-    refused_at_once(path, "is not readable")

@@ -19,7 +19,7 @@ from manylora.adapters.convert import convert_peft
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.doors.http.api.errors import as_api_error
 from manylora.doors.triton.codec import decode_requests
-from manylora.doors.triton.metrics import RequestMeter, engine_samples
+from manylora.doors.triton.metrics import RequestMeter
 from manylora.engine import guide as guides
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterNotFiniteError, QueueFullError, RequestError
@@ -208,19 +208,6 @@ def test_an_adapter_that_overflows_is_its_client_s_fault(engine: Engine, model: 
     assert isinstance(error, AdapterNotFiniteError)
     told = as_api_error(error, "a")
     assert (told.status, "not finite numbers" in told.message) == (422, True)
-
-
-def test_figures_when_idle_and_on_a_cpu(engine: Engine) -> None:
-    run(engine, samples(2))
-    stats = engine.stats()
-    idle = (stats.scheduled, stats.context_requests, stats.generation_requests, stats.context_tokens)
-    assert idle == (0, 0, 0, 0)
-    a = stats.adapters
-    assert a.device_pages <= a.host_pages
-    assert a.host_pages * a.page_bytes <= 2**21
-    values = {(one.family, one.labels): one.value for one in engine_samples(stats)}
-    memory = values["nv_trt_llm_runtime_memory_metrics", (("memory_type", "cpu"),)]
-    assert memory == stats.weight_bytes + stats.kv_bytes + a.host_pages * a.page_bytes
 
 
 def test_names_that_only_ever_failed_take_no_label() -> None:

@@ -18,7 +18,6 @@ from tiny_models import make_adapter, make_model, reference_generate, reference_
 from manylora.adapters.convert import convert_peft
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.engine.sequence import Sequence
 from manylora.errors import RequestError
 from manylora.generation.tokenizer import Tokenizer
 from manylora.request import Event, Guide, LoraInput, Request, Retention, SamplingConfig
@@ -205,15 +204,6 @@ def test_a_draft_is_verified_across_chunks_and_preemption(model: Path, engine: E
     assert [tokens_of(events) for events in run(tight, *requests)] == list(truth.values())
 
 
-def test_logits_are_those_of_transformers(engine: Engine, model: Path) -> None:
-    params = SamplingConfig(max_tokens=4, return_context_logits=True, return_generation_logits=True)
-    run(engine, Request(PROMPT, SamplingConfig(max_tokens=1)))  # its blocks must not be reused
-    [event] = run(engine, Request(PROMPT, params))[0]
-    expected = reference_logits(model, None, [*PROMPT, *event.token_ids]).numpy()
-    np.testing.assert_allclose(event.context_logits, expected[: len(PROMPT)], atol=1e-4, rtol=1e-4)
-    np.testing.assert_allclose(event.generation_logits, expected[len(PROMPT) - 1 : -1], atol=1e-4, rtol=1e-4)
-
-
 def test_prompt_embeddings_stand_for_tokens(engine: Engine, model: Path) -> None:
     from safetensors import safe_open
 
@@ -272,16 +262,6 @@ def test_guided_output_matches_its_guide(engine: Engine, model: Path, adapter: P
         assert events[-1].finish_reason is not None
         assert events[-1].finish_reason.value == "stop"
     check_greedy(tokens_of(last), NEW, model, adapter, PROMPT)
-
-
-def test_top_p_decays_to_its_minimum_and_resets() -> None:
-    params = SamplingConfig(top_p=0.8, top_p_decay=0.5, top_p_min=0.3, top_p_reset_id=9)
-    sequence = Sequence(0, Request((1,), params), 0, 100)
-    seen = []
-    for token in (1, 2, 3, 9, 4):
-        sequence.append(token, None)
-        seen.append(sequence.top_p)
-    assert seen == [0.4, 0.3, 0.3, 0.8, 0.4]
 
 
 def test_retained_prompts_outlive_others(model: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from pooled_adapters import hidden, logits, make_classifier, near
 from running import pooled, read, tokens
-from safetensors.torch import load_file, save_file
 
 from manylora.config.engine import EngineConfig
 from manylora.config.pooling import read_pooling_settings
@@ -165,21 +164,6 @@ def test_modernbert_pools_labels_as_its_config_says(tmp_path: Path) -> None:
     ids = prompt(100, 1)
     [found] = pooled(engine_of(base), ask(ids, "mean", head=True))
     assert near(found, logits(_load(base), ids))
-
-
-@pytest.mark.parametrize(("kind", "missing"), [("bert", "pooler.dense"), ("modernbert", "head.dense")])
-def test_a_base_without_what_its_heads_need(kind: str, missing: str, tmp_path: Path) -> None:
-    base = make_encoder(tmp_path / "base", kind)
-    weights = load_file(base / "model.safetensors")
-    save_file(
-        {name: one for name, one in weights.items() if "pooler" not in name}, base / "model.safetensors"
-    )
-    make_classifier(tmp_path / "own", base, 3, 1, target_modules=LINEARS.get(kind, BERT_LINEARS))
-    engine = engine_of(base)
-    request = ask([5, 6], head=True, lora=read(tmp_path / "own", base, 1))
-    with pytest.raises(RequestError, match=f"lacks {missing}"):
-        engine.submit(engine.prepare(request))
-    assert near(pooled(engine, ask([5, 6]))[0], hidden(base, [5, 6])[0])
 
 
 def test_nomic_settings_by_their_own_names(tmp_path: Path) -> None:

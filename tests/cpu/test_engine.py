@@ -3,28 +3,22 @@ chunking, prefix reuse, preemption, eviction and cancellation; and nothing leaks
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from running import let_arrive
-from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora.adapters.convert import convert_peft
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.engine.runner import Runner
 from manylora.errors import (
     AdapterNotCachedError,
 )
-from manylora.kernels.device import open_device
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingConfig
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -131,34 +125,6 @@ def test_a_mixed_batch_answers_as_the_reference(world: World, options: dict) -> 
     assert stats.kv_blocks_free == stats.kv_blocks
 
 
-def test_adapters_of_a_bfloat16_checkpoint_are_held_in_bfloat16(world: World, tmp_path: Path) -> None:
-    shutil.copytree(world.model, tmp_path / "model")
-    stored = load_file(world.model / "model.safetensors")
-    save_file({k: v.bfloat16() for k, v in stored.items()}, tmp_path / "model" / "model.safetensors")
-    config = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))
-    config |= {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    wide, narrow = (
-        Engine(EngineConfig(tmp_path / "model", device="cpu", max_seq_len=128, dtype=dtype))
-        for dtype in ("float32", "auto")
-    )
-    kept = open_device("cpu").ops.keeps(torch.bfloat16, torch.float32)
-    ratio = narrow.adapters.stats().page_bytes / wide.adapters.stats().page_bytes
-    assert ratio == (0.5 if kept else 1)
-    answers = []
-    for made in (wide, narrow):
-        handles = []
-        for task_id, prompt in zip((1, 2, None, 3), prompts(4), strict=True):
-            request = world.request(task_id, prompt)
-            if request.lora is not None and made is wide and kept:
-                rounded = torch.from_numpy(request.lora.weights).bfloat16().float().numpy()
-                request = replace(request, lora=replace(request.lora, weights=rounded))
-            handles.append(submit(made, request))
-        events = run(made)
-        answers.append([tokens(events[handle]) for handle in handles])
-    assert answers[0] == answers[1]
-
-
 def test_an_id_alone_is_enough_afterwards_and_unknown_without(world: World) -> None:
     made = engine(world)
     [prompt] = prompts(1)
@@ -211,20 +177,6 @@ def test_a_stream_has_the_wanted_number_of_tokens_in_each_event(world: World) ->
     assert [event.generation_logits.shape[0] for event in events[second]] == [1] * NEW  # type: ignore[union-attr]
     assert [len(event.token_ids) for event in events[third]] == [NEW]
     assert tokens(events[first]) == tokens(events[second]) == tokens(events[third]) == wanted
-
-
-def test_a_failing_step_fails_its_requests_only(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = engine(world)
-    [prompt] = prompts(1)
-    handle = submit(made, world.request(3, prompt))
-    with monkeypatch.context() as patch:
-        patch.setattr(Runner, "launch", lambda runner, step, before: 1 / 0)
-        [(told, event)] = made.step()
-    assert told == handle
-    assert event.finish_reason is FinishReason.ERROR
-    assert "forwardAsync" in str(event.error)
-    after = submit(made, world.request(3, prompt))
-    assert tokens(run(made)[after]) == world.answer(3, prompt)
 
 
 def test_32_adapters_over_a_device_cache_of_4(world: World) -> None:

@@ -17,7 +17,6 @@ from parity import linear_names, read_from
 from running import ServedModel, answers, request_of, run, tokens, tokens_of
 from safetensors.torch import load_file, save_file
 from tiny_models import (
-    load_transformers,
     make_adapter,
     make_model,
     make_tuned,
@@ -57,16 +56,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(tmp_path_factory.mktemp("gemma3n"))
 
 
-def test_adapters_are_on_every_linear_layer(served: Served) -> None:
-    """As PEFT finds them."""
-    found = {
-        name.rpartition(".")[2] if not name[-1].isdigit() else ".".join(name.rsplit(".", 2)[-2:])
-        for name, module in load_transformers(served.model).named_modules()
-        if isinstance(module, torch.nn.Linear) and name != "lm_head"
-    }
-    assert found == set(linear_names(read_model_config(served.model)).linears)
-
-
 def test_greedy_tokens_of_a_mixed_batch(served: Served) -> None:
     """Base and adapters side by side, beyond the window; some prompts in parts of 16 and 32 tokens."""
     engine = served.engine(max_num_tokens=40)
@@ -74,17 +63,6 @@ def test_greedy_tokens_of_a_mixed_batch(served: Served) -> None:
     found = answers(engine, *(request(*one) for one in wanted))
     engine.close()
     served.check(found, wanted)
-
-
-def test_alone_and_together_are_alike_bit_for_bit(served: Served) -> None:
-    prompts = [tokens(length, length) for length in (30, 44, 17)]
-    engine = served.engine(enable_kv_cache_reuse=False)
-    requests = [request(prompt, number, return_log_probs=True) for number, prompt in enumerate(prompts)]
-    together = run(engine, *requests)
-    alone = [run(engine, one)[0] for one in requests]
-    engine.close()
-    both = [[[(e.token_ids, e.log_probs) for e in events] for events in one] for one in (together, alone)]
-    assert both[0] == both[1]
 
 
 def test_prefixes_are_reused_and_preempted_sequences_go_on(served: Served) -> None:

@@ -193,15 +193,6 @@ def test_the_text_of_a_multimodal_model_that_says_little(tmp_path: Path) -> None
     assert read_model_config(tmp_path / "ours").eos_token_ids == (1, 106)
 
 
-def test_a_refused_encoder_names_models_for_the_same_work(tmp_path: Path) -> None:
-    for architecture, other in (
-        ("DebertaV2ForSequenceClassification", "bge-reranker-v2-m3"), ("JinaBertModel", "BAAI/bge-m3"),
-    ):  # fmt: skip
-        (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-        with pytest.raises(ConfigError, match=f"{architecture} is not supported; models for .*{other}"):
-            read_model_config(tmp_path)
-
-
 def test_the_ids_that_end_a_sequence(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     generation = model / "generation_config.json"

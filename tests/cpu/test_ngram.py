@@ -17,7 +17,6 @@ from tiny_models import make_adapter, make_model
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.doors.python.llm_args import NGramDecodingConfig
 from manylora.engine.engine import Engine
-from manylora.engine.sequence import Sequence
 from manylora.engine.speculation import NgramIndex, StepTimes
 from manylora.errors import ConfigError
 from manylora.request import Event, LoraInput, Request, SamplingConfig
@@ -186,23 +185,6 @@ def test_only_a_sequences_own_tokens_are_drafted(
     assert any(draft for _, draft in seen)
     for tokens, draft in seen:
         assert set(draft) <= set(tokens)
-
-
-def test_a_draft_whose_step_did_not_run_is_taken_back() -> None:
-    from manylora.engine.speculation import Speculation
-
-    request = Request((1, 2, 3))
-    sequence = Sequence(0, request, 0, 30)
-    sequence.drafter = Speculation(EngineConfig(Path("model"), max_draft_len=4)).drafter(request)
-    sequence.append(4, None)
-    sequence.num_computed = 3
-    assert sequence.draft_room == 29 - 4
-    sequence.add_draft([5, 6])
-    assert sequence.draft_room == 0 and not sequence.can_run_ahead
-    sequence.take_back_draft()
-    assert sequence.tokens == [1, 2, 3, 4] and sequence.num_drafted == 0
-    sequence.rope_limit = 5
-    assert sequence.draft_room == 1, "a longer one could not be verified in one step"
 
 
 @pytest.mark.parametrize(("family", "kind"), [("t5", "encoder-decoder models"), ("qwen3-next", "recurrent")])

@@ -140,23 +140,6 @@ def test_preempted_sequences_go_on_as_before(family: str, served: Any) -> None:
     model.check(found, wanted)
 
 
-def test_few_slots_make_sequences_wait(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = served("qwen3.5")
-    monkeypatch.setattr("manylora.engine.sizing.plan_states", lambda *_: 2)
-    engine = model.engine()
-    wanted = [(tokens(26, seed % 2), seed % 3) for seed in range(6)]
-    handles = [engine.submit(engine.prepare(request(*one))) for one in wanted]
-    most, found = 0, {handle: list[int]() for handle in handles}
-    while engine.has_work:
-        for handle, event in engine.step():
-            found[handle] += event.token_ids
-        engine.check()
-        most = max(most, engine.stats().running)
-    engine.close()
-    assert most == 2
-    model.check(list(found.values()), wanted)
-
-
 @pytest.mark.parametrize("family", ["qwen3.5", "granite4"])
 def test_beams_have_states_of_their_own(family: str, served: Any) -> None:
     """The same beams as without a cache: transformers computes each of them from its first token."""

@@ -132,20 +132,6 @@ def test_a_preempted_sequence_and_one_with_a_draft(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_context_logits_are_those_of_the_prompt(tmp_path: Path) -> None:
-    model = make(tmp_path, "longrope of Phi-3")
-    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64))
-    params = SamplingConfig(max_tokens=NEW, return_context_logits=True)
-    prompt = tokens(ORIGINAL - 2)
-    engine.submit(engine.prepare(Request(tuple(prompt), params)))
-    events = [event for _ in range(2 * NEW) if engine.has_work for _, event in engine.step()]
-    engine.close()
-    [logits] = [event.context_logits for event in events if event.context_logits is not None]
-    with torch.inference_mode():
-        expected = load_transformers(model)(torch.tensor([prompt])).logits[0]
-    assert agree(torch.from_numpy(logits), expected)
-
-
 def test_beams_may_not_cross_where_all_is_computed_again(tmp_path: Path) -> None:
     model = make(tmp_path, "longrope of Phi-3")
     engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_beam_width=2))

@@ -3,7 +3,6 @@ requests keep or follow as they ask, and nothing of an old version is met again.
 
 from __future__ import annotations
 
-import json
 import random
 from collections import defaultdict
 from pathlib import Path
@@ -15,21 +14,11 @@ from running import let_arrive, read, tokens
 from tiny_models import load_transformers, make_adapter, make_model
 
 from manylora import LLM, LoraConfig, LoRARequest, SamplingParams
-from manylora.adapters.catalog.names import Versions
 from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.doors.triton.codec import ResponseEncoder
 from manylora.engine.engine import Engine
 from manylora.errors import RequestError
 from manylora.generation.outputs import LoraVersion
-from manylora.request import (
-    AdapterVersion,
-    Event,
-    FinishReason,
-    LoraExtra,
-    LoraInput,
-    Request,
-    SamplingConfig,
-)
+from manylora.request import Event, LoraExtra, LoraInput, Request, SamplingConfig
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +65,6 @@ def check_versions(event: Event, output: list[int], numbers: dict[str, int]) -> 
     for position, token in enumerate(output):
         told = [span for span in spans if span.start <= position][-1]
         assert token // 2 == numbers[told.digest], (position, token, spans)
-
-
-def test_versions_are_counted_by_name_and_content() -> None:
-    versions = Versions()
-    assert versions.put("a", "x") == (1, "") and versions.put("a", "x") == (1, "")
-    assert versions.put("b", "x") == (1, "")
-    assert versions.put("a", "y") == (2, "x") and not versions.superseded  # b means x still
-    assert versions.put("b", "y") == (2, "x") and versions.superseded == {"x"}
-    assert versions.put("a", "x") == (3, "y") and not versions.superseded
-    versions.withdraw("a")
-    assert versions.superseded == {"x"} and versions.current("a") is None
-    assert versions.put("a", "z") == (4, "") and versions.current("a") == (4, "z")
 
 
 def test_a_sequence_that_follows_goes_on_as_transformers_does(model: Path, adapters: list[Path]) -> None:
@@ -285,14 +262,3 @@ def test_tensors_of_a_trainer_in_the_same_process(model: Path, adapters: list[Pa
         assert llm.generate(prompt, params, policy).outputs[0].lora_versions[0].version == 3
     with pytest.raises(ValueError, match="lora_version must be 'keep' or 'follow'"):
         LoRARequest("policy", 7, None, lora_version="newest")
-
-
-def test_over_the_wire_they_are_json() -> None:
-    request = Request((1, 2), SamplingConfig(max_tokens=5), LoraInput(7))
-    versions = (AdapterVersion("7", 1, "d1"), AdapterVersion("7", 2, "d2", 3))
-    event = Event((4, 5, 6, 7, 8), finish_reason=FinishReason.LENGTH, last=True, versions=versions)
-    told = json.loads(dict(ResponseEncoder(request, None, False).encode(event))["lora_versions"][0, 0])
-    assert [(one["version"], one["digest"], one["start"], one["end"]) for one in told] == [
-        (1, "d1", 0, 3),
-        (2, "d2", 3, 5),
-    ]

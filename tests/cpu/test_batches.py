@@ -15,7 +15,6 @@ from serving import DEMO, Running
 from waiting import wait_for
 
 from manylora import cli
-from manylora.doors.http.api.errors import ApiError
 from manylora.doors.http.batches import store as store_module
 from manylora.doors.http.batches.lines import BatchInvalidError, read_lines
 from manylora.errors import ConfigError, EngineDeadError
@@ -168,28 +167,6 @@ def test_files_and_batches_belong_to_their_key_and_survive_a_restart(tmp_path: P
         second.close()
     assert texts(again) == texts(answers)
     assert [a["id"] == b["id"] for a, b in zip(again, answers, strict=True)] == [True, *[False] * 5]
-
-
-def test_a_disk_that_takes_no_answers_is_tried_again(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hours of work are not lost for a full disk at the end."""
-    store = server.app.state.routes.batches._store
-    add, refusals = store.add, []
-
-    async def add_later(*given: Any) -> Any:
-        if given[2] == "batch_output" and not refusals:
-            refusals.append(given)
-            raise ApiError(507, "insufficient_storage", "The file cannot be kept: No space left on device")
-        return await add(*given)
-
-    monkeypatch.setattr(store, "add", add_later)
-    monkeypatch.setattr(store_module, "RETRY_S", 0.01)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        batch = run(client, jsonl(*MIXED))
-        assert refusals
-        assert batch.status == "completed"
-        assert len(results(client, batch.output_file_id)) == len(MIXED)
 
 
 def test_a_batch_outlasts_an_engine_that_is_gone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,13 +114,6 @@ def test_kubectl_renders_the_same(plan: str) -> None:
     assert sorted(yaml.safe_load_all(said.stdout), key=key) == sorted(RENDERED[plan], key=key)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_every_file_is_used(plan: str) -> None:
-    text = (FOLDER / plan / "kustomization.yaml").read_text(encoding="utf-8")
-    for path in (FOLDER / plan).iterdir():
-        assert path.name == "kustomization.yaml" or path.name in text
-
-
 @pytest.mark.parametrize(("plan", "one"), SERVER_PODS, ids=lambda x: x if isinstance(x, str) else "")
 def test_the_server_takes_its_command(plan: str, one: Object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options.Path, "is_dir", lambda _: True)  # the folders are the container's

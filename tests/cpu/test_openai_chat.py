@@ -163,19 +163,6 @@ def test_tools_that_cannot_be_used_are_refused(fields: dict[str, Any], words: st
         use(**fields)
 
 
-def test_a_format_of_text_binds_no_call_that_must_come(server: Running) -> None:
-    """Some clients send the same schema as both."""
-    body: dict[str, Any] = {"model": "chinese", "messages": QUESTION, "temperature": 0, "max_tokens": 250}
-    body |= {"tools": [WEATHER], "tool_choice": "required"}
-    plain = server.client().chat.completions.create(**body).choices[0].message
-    shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}
-    both = server.client().chat.completions.create(**body, response_format=shape).choices[0].message
-    assert both.tool_calls and both.tool_calls[0].function == plain.tool_calls[0].function
-    body["tool_choice"] = "auto"
-    refused = server.post("/v1/chat/completions", **body, response_format=shape)
-    assert refused.status_code == 400 and "cannot be combined" in refused.json()["error"]["message"]
-
-
 def test_a_conversation_with_calls_goes_on(server: Running) -> None:
     call = {
         "id": "call_1",
@@ -249,18 +236,6 @@ def test_a_template_without_tools_gets_them_and_earlier_calls_as_text() -> None:
     assert made.render(chat).endswith(text[text.index("<|user|>") :])  # calls stay where no tool is offered
     knowing = ChatTemplate({"default": CHATML.replace("m.content", "m.content ~ m.tool_calls")}, {})
     assert "Result of" not in knowing.render(chat) and "Result of" in knowing.render(chat, [WEATHER])
-
-
-def test_a_template_without_a_system_role_gets_tools_before_the_first_user_message() -> None:
-    made = ChatTemplate(
-        {"default": CHATML.replace("m in messages", "m in messages if m.role != 'system'")}, {}
-    )
-    chat = [{"role": "assistant", "content": "Hello."}, *QUESTION, *QUESTION]
-    _, first, second, third, last = made.render(chat, [WEATHER]).split("<|")
-    assert first == "assistant|>Hello." and second.startswith("user|>You can call") and '"weather"' in second
-    assert second.endswith(f"\n\n{QUESTION[0]['content']}")
-    assert (third, last) == (f"user|>{QUESTION[0]['content']}", "assistant|>")
-    assert made.render(chat[:1], [WEATHER]).startswith("<|user|>You can call")
 
 
 def test_tools_count_in_a_tokenised_chat(server: Running) -> None:

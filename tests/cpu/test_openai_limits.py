@@ -18,9 +18,7 @@ from turned_away import all_of
 from waiting import wait_for
 
 from manylora.doors.http.api.errors import ApiError
-from manylora.doors.http.serving.connections import Clients, HttpLimits, listen
 from manylora.doors.http.serving.transport import SMALL, BodyMemory
-from manylora.errors import ConfigError
 
 MOST = 12  # connections
 HOST = b"Host: localhost\r\n"
@@ -245,27 +243,6 @@ def test_without_descriptors_clients_are_turned_away_and_the_rest_goes_on(forks:
     assert forks.start("turned_away", []).wait(200) == 0
 
 
-def test_one_address_has_a_share() -> None:
-    clients = Clients(HttpLimits(connections=4, connections_per_address=2))
-    pairs = [socket.socketpair() for _ in range(6)]
-    first, second, third, other, more, last = (pair[0] for pair in pairs)
-    assert clients.admit(first, "a") and clients.admit(second, "a")
-    clients.mark_busy(first.fileno())
-    assert clients.admit(third, "a"), "the idle one gives way"
-    assert pairs[1][1].recv(1) == b""
-    clients.remove(second.fileno())
-    clients.mark_busy(third.fileno())
-    assert not clients.admit(other, "a")
-    assert clients.admit(other, "b") and clients.admit(more, "c")
-    clients.mark_busy(other.fileno())
-    clients.mark_idle(other.fileno())
-    assert clients.admit(last, "d")
-    assert pairs[4][1].recv(1) == b"", "the one that was waited for longest"
-    for pair in pairs:
-        for one in pair:
-            one.close()
-
-
 def test_large_bodies_wait_for_each_other_and_small_ones_for_nobody() -> None:
     bodies = BodyMemory(10)
     with bodies.reserve() as hold:
@@ -278,8 +255,3 @@ def test_large_bodies_wait_for_each_other_and_small_ones_for_nobody() -> None:
     assert bodies.num_bytes == 0
     with bodies.reserve() as hold:
         hold(SMALL + 10)
-
-
-def test_a_host_without_an_address_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot listen on"):
-        listen("192.0.2.1", 0, Clients(HttpLimits()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from manylora.doors.http.api.errors import ApiError
 from manylora.doors.http.api.params import Limits, plan
 from manylora.doors.http.api.schema import CompletionRequest
 from manylora.doors.http.app import FREE, ROUTES
-from manylora.doors.http.serving.backend import EventQueue, Signal
 from manylora.doors.http.serving.fair_queue import FairQueue
 from manylora.doors.http.serving.keys import ApiKey, Keyring
 from manylora.doors.http.serving.responses import Answers, ChatResponse, CompletionResponse, ResponseBuilder
@@ -229,55 +227,6 @@ def test_files_of_options_that_are_wrong_say_what_is(
     assert serve.main([str(DEMO / "base"), "--config", str(file)]) == 1
     [line] = capsys.readouterr().err.strip().splitlines()[:1]
     assert words in line
-
-
-def test_an_event_queue_loses_nothing_and_wakes_once_for_a_step() -> None:
-    async def run() -> tuple[list[int], int]:
-        taken: list[int] = []
-        batches: list[int] = []
-        done = asyncio.Event()
-
-        def take(items: list[int]) -> None:
-            taken.extend(items)
-            batches.append(len(items))
-            if len(taken) == 4 * 5000:
-                done.set()
-
-        mailbox: EventQueue[int] = EventQueue(asyncio.get_running_loop(), take)
-
-        def work() -> None:
-            for number in range(5000):
-                mailbox.put(number)
-                if number % 50 == 49:
-                    mailbox.wake()
-
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        await asyncio.wait_for(done.wait(), 60)
-        for thread in threads:
-            thread.join()
-        mailbox.wake()  # with nothing in it
-        return taken, len(batches)
-
-    taken, num_batches = asyncio.run(run())
-    assert sorted(taken) == sorted(list(range(5000)) * 4)
-    assert num_batches <= 4 * 5000 / 50
-
-
-def test_a_signal_that_comes_first_is_not_lost() -> None:
-    async def run() -> None:
-        signal = Signal()
-        signal.set()
-        await asyncio.wait_for(signal.wait(), 60)
-        waiting = asyncio.create_task(signal.wait())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        signal.set()
-        signal.set()
-        await asyncio.wait_for(waiting, 60)
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize("kind", [CompletionResponse, ChatResponse])

@@ -236,21 +236,6 @@ def test_items_become_messages() -> None:
     assert messages[4]["tool_call_id"] == "k"
 
 
-def test_fields_of_chats_act_and_adapters_are_chosen_as_in_chats() -> None:
-    chat = chat_of(input="a", stop=["x"], seed=3, top_k=4, lora_model="chinese", max_output_tokens=5)
-    assert (chat["stop"], chat["seed"], chat["top_k"]) == (["x"], 3, 4)
-    assert (chat["lora_model"], chat["max_completion_tokens"]) == ("chinese", 5)
-    chosen = chat_of(input="a", tools=[WEATHER], tool_choice={"type": "function", "name": "weather"})
-    assert chosen["tool_choice"]["function"] == {"name": "weather"}
-    one = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
-    allowed = chat_of(input="a", tools=[WEATHER], tool_choice=one)["tool_choice"]["allowed_tools"]
-    assert allowed["mode"] == "required" and allowed["tools"][0]["function"]["name"] == "weather"
-    more = chat_of(
-        input="a", reasoning={"effort": "low"}, structured_outputs={"json": {}}, metadata={"a": "b"}
-    )
-    assert (more["reasoning_effort"], more["structured_outputs"]) == ("low", {"json_": {}})
-
-
 @pytest.mark.parametrize(
     ("body", "param", "hint"),
     [

@@ -13,10 +13,6 @@ import yaml
 from serving import DEMO, Running
 from waiting import wait_for
 
-from manylora.doors.http.serving.metrics import MAX_POINTS, History
-from manylora.request import Event, FinishReason, RequestMetrics
-from manylora.stats import EngineStats
-
 KEYS = {"boss": ["*"], "one": ["chinese"], "other": ["nothing-*"]}
 
 
@@ -139,35 +135,3 @@ def test_an_adapter_that_has_gone_is_told_as_an_earlier_version(tmp_path: Path) 
         assert [(one["name"], one["who"]) for one in told["adapters"]] == [(None, "former")]
     finally:
         running.close()
-
-
-def test_history_gives_rates_and_percentiles_and_forgets_the_oldest() -> None:
-    now = [100.0]
-    history = History(lambda: now[0])
-    for milliseconds in range(1, 101):
-        times = RequestMetrics(0, 0, milliseconds * 10**6, 2 * milliseconds * 10**6, output_tokens=5)
-        history.ended(Event(finish_reason=FinishReason.LENGTH, last=True, metrics=times), 1.0)
-    now[0] += 2.0
-    history.sample(EngineStats(steps=7, generated_tokens=500, running=3, waiting=4))
-    (point,) = history.points()
-    assert (point["tokens_per_s"], point["requests_per_s"]) == (250.0, 50.0)
-    assert (point["running"], point["waiting"]) == (3, 4)
-    assert (point["ttft_p50_ms"], point["ttft_p95_ms"]) == (1051.0, 1096.0)
-    assert (point["latency_p50_ms"], point["latency_p95_ms"]) == (1102.0, 1192.0)
-    for _ in range(MAX_POINTS):
-        now[0] += 2.0
-        history.sample(EngineStats(steps=7, generated_tokens=500))
-    assert len(history.points()) == MAX_POINTS
-    assert history.points(MAX_POINTS)[0]["ttft_p50_ms"] is None
-    assert history.summary()["tokens_per_s"] == 0
-
-
-def test_history_of_an_engine_elsewhere_counts_tokens_when_sequences_end() -> None:
-    now = [0.0]
-    history = History(lambda: now[0])
-    ended = Event(finish_reason=FinishReason.LENGTH, last=True, metrics=RequestMetrics(0, output_tokens=8))
-    for _ in range(2):
-        history.ended(ended, 0.0)
-        now[0] += 2.0
-        history.sample(EngineStats())
-    assert [point["tokens_per_s"] for point in history.points()] == [4.0, 4.0]

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -212,38 +211,6 @@ def test_a_narrow_window_has_nothing_to_the_side(browser: Browser, url: str, wid
     assert wide == shown
 
 
-def test_long_names_are_whole_times_are_on_one_line_and_adapters_in_use_are_chosen(
-    browser: Browser, tmp_path: Path
-) -> None:
-    root, long = tmp_path / "adapters", "z" + "-long-name" * 10
-    for name in ("a", "b"):
-        shutil.copytree(DEMO / "adapters" / "chinese", root / name)
-    shutil.copytree(DEMO / "adapters" / "japanese", root / long)
-    for url in serve(tmp_path, root=root):
-        body = json.dumps({"model": long, "prompt": "a", "max_tokens": 1}).encode()
-        request = urllib.request.Request(url + "v1/completions", body, {"content-type": "application/json"})
-        urllib.request.urlopen(request, timeout=60).close()
-        browser.size(320, 844)
-        browser.open(url)
-        checked = "return [...document.querySelectorAll('#choices input:checked')].map((one) => one.value)"
-        assert browser.execute_script(checked) == ["base", "a", long]
-        browser.one("#send").click()
-        wait_for(lambda: browser.text("#announce") == "All answers are complete")
-        wait_for(lambda: len(browser.texts("#residents li")) == 2)
-        assert long in browser.texts("#residents .name")
-        cut = (
-            "const all = [...document.querySelectorAll(arguments[0])];"
-            "return all.filter((one) => one.scrollWidth > one.clientWidth).length"
-        )
-        for names in ("#residents .name", "#residents button", ".chip > span", ".answer h3", "#events li"):
-            assert browser.execute_script(cut, names) == 0, names
-        height = "(one) => one.getBoundingClientRect().height"
-        lines = f"return [...document.querySelectorAll('#events time')].map({height})"
-        heights = browser.execute_script(lines)
-        assert heights and max(heights) < 30  # one line
-        browser.get("about:blank")
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_serious_is_found_by_axe(browser: Browser, url: str, scheme: str) -> None:
     browser.media(prefers_color_scheme=scheme)
@@ -258,16 +225,6 @@ def test_nothing_serious_is_found_by_axe(browser: Browser, url: str, scheme: str
     assert len(result["passes"]) > 20
     found = [f"{one['id']}: {[node['html'] for node in one['nodes']][:3]}" for one in result["violations"]]
     assert found == []
-
-
-def test_reduced_motion_is_respected(browser: Browser, url: str) -> None:
-    browser.media(prefers_reduced_motion="reduce")
-    browser.open(url)
-    browser.execute_script("document.querySelector('.answer').classList.add('running')")
-    style = "return getComputedStyle(document.querySelector('.answer .text'), '::after').animationName"
-    assert browser.execute_script(style) == "none"
-    browser.media(prefers_reduced_motion="no-preference")
-    assert browser.execute_script(style) == "blink"
 
 
 def test_a_server_with_keys_asks_for_one_and_keeps_it_in_the_tab(session: Browser, tmp_path: Path) -> None:

@@ -142,18 +142,6 @@ def test_items_of_a_batch_are_told_apart_and_one_failure_fails_them_all() -> Non
         run(Models(2, fail), text_request("a", "k", stream=True))
 
 
-def test_the_target_confirms_what_the_draft_guesses() -> None:
-    models = Models()
-    [response] = run(
-        models, text_request("a", max_tokens=2, num_draft_tokens=1, temperature=0.5), draft="draft"
-    )
-    asked = [(str(one["model"]), one["input_ids"].tolist()) for one in models.asked]
-    assert asked == [("draft", [[97]]), ("engine", [[97]]), ("engine", [[97, 98]])]
-    assert [one.get("draft_input_ids") for one in models.asked] == [None, [[98]], None]
-    assert response["text_output"].tolist() == [b"abc"]  # the prompt is echoed
-    assert all(one["temperature"] == 0.5 for one in models.asked)
-
-
 class Confirming(Models):
     """The draft model is right about the first token, and the engine ends with g."""
 

@@ -3,7 +3,6 @@ counted of it; and where an activated LoRA begins to act."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from manylora.doors.triton.codec import ResponseEncoder, decode_requests, merge_
 from manylora.doors.triton.engine_client import AnswerReader, request_tensors
 from manylora.doors.triton.metrics import RequestMeter
 from manylora.engine.sequence import find_last
-from manylora.errors import RequestError
 from manylora.generation.stream import WINDOW
 from manylora.request import Event, FinishReason, Pooling, Request, RequestMetrics, SamplingConfig
 from manylora.system.lifeline import RUN_DIR, STARTING_FILE
@@ -85,13 +83,6 @@ def test_a_request_and_its_answer_cross_the_wire(pooling: Pooling | None) -> Non
         assert np.array_equal(answer.pooled, values)
 
 
-def test_an_unknown_pooling_is_refused() -> None:
-    arrays = request_tensors(Request((5,))) | {"pooling": np.array([[b"max"]], np.object_)}
-    arrays["streaming"] = arrays["streaming"][:, 0]
-    with pytest.raises(RequestError, match="pooling must be one of last, mean, cls, all, got max"):
-        decode_requests(arrays, "", decoupled=True)
-
-
 FINISHED = Event(
     finish_reason=FinishReason.LENGTH,
     last=True,
@@ -112,20 +103,6 @@ def test_a_request_before_the_server_is_called_ready_is_not_counted(
     assert counted(meter) == {}
     (tmp_path / STARTING_FILE).unlink()
     assert counted(meter)["nv_llm_input_token_len"] == 3
-
-
-def test_without_a_launcher_every_request_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(RUN_DIR, raising=False)
-    assert counted(RequestMeter())["nv_llm_output_token_len"] == 5
-
-
-def test_the_last_place_is_found() -> None:
-    picks = random.Random(1)
-    for _ in range(3000):
-        tokens = tuple(picks.randrange(3) for _ in range(picks.randrange(12)))
-        wanted = tuple(picks.randrange(3) for _ in range(picks.randint(1, 4)))
-        places = [i for i in range(len(tokens)) if tokens[i : i + len(wanted)] == wanted]
-        assert find_last(tokens, wanted) == (places[-1] if places else None), (tokens, wanted)
 
 
 def test_long_sequences_that_nearly_fit_everywhere_take_no_time() -> None:

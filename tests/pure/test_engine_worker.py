@@ -3,10 +3,7 @@ request, and the engine stops generating for it."""
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +11,6 @@ import numpy as np
 import pytest
 from server_response import ServerResponse
 
-from manylora.doors.triton import engine_worker
 from manylora.doors.triton.engine_worker import EngineModelOptions, EngineWorker
 from manylora.doors.triton.server_types import FINAL
 from manylora.errors import EngineDeadError
@@ -122,17 +118,6 @@ def test_a_response_that_cannot_be_sent_ends_its_request_alone(caplog: pytest.Lo
     assert "no shared memory is left" in caplog.text
 
 
-def test_a_response_that_cannot_be_made_ends_its_request_with_an_error() -> None:
-    bad, good = Client(), Client()
-    engine, worker = started(bad, good)
-    engine.sinks[0](Event(("no id",)))  # type: ignore[arg-type]
-    assert bad.done.wait(60)
-    assert bad.sent == ["tensorrt_llm failed on this request: ValueError"] and engine.cancelled == [0]
-    engine.sinks[1](Event((5,), finish_reason=FinishReason.LENGTH, last=True))
-    assert good.done.wait(60)
-    worker.close()
-
-
 @pytest.mark.parametrize("cancelled", [True, RuntimeError("the server does not answer")])
 def test_a_client_that_has_left_ends_its_generation(cancelled: bool | Exception) -> None:
     left, good = Client(), Client()
@@ -154,33 +139,3 @@ def test_a_stop_request_ends_all_of_its_id_and_a_wrong_one_is_refused() -> None:
     [text] = wrong.sent
     assert text.startswith("Invalid input_ids length")
     worker.close()
-
-
-def test_requests_that_come_while_a_dead_engines_process_ends_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The server may hold requests back until then, and its clients wait for an answer."""
-    ended = threading.Event()
-    leaving: list[threading.Thread] = []
-
-    def leave(status: int) -> None:
-        leaving.append(threading.current_thread())
-        ended.set()
-        sys.exit(status)  # of the thread
-
-    monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(engine_worker, "SENT_S", 1000.0)
-    monkeypatch.setattr(engine_worker, "LAST_RESPONSES_S", 1000.0)
-    early, late = Client(), Client()
-    engine, worker = started(early)
-    engine.death = EngineDeadError("rank 1 is gone")
-    engine.sinks[0](Event((), finish_reason=FinishReason.ERROR, error=engine.death, last=True))
-    assert early.done.wait(60)
-    time.sleep(0.1)
-    worker.execute([late])
-    assert late.done.wait(60)
-    assert not ended.is_set()
-    monkeypatch.setattr(engine_worker, "SENT_S", 0.0)
-    assert ended.wait(60)
-    leaving[0].join(60)  # it calls once more as it ends, which is not to end these tests
-    assert late.sent == ["rank 1 is gone"]

@@ -173,21 +173,3 @@ def status(replicas: dict[str, list[dict[str, Any]]], after: int = 0) -> dict[st
         answers.append(RemoteResponse(name, 200, [], json.dumps(body).encode()))
     report = {"pid": 1, "capacity": 4, "running": 0, "waiting": 0}
     return fleet_status(answers, dict.fromkeys(replicas, report), {"RUNNING": 2}, 2001.0, after)
-
-
-def test_points_of_the_same_time_are_added_up() -> None:
-    old = [point(number, 10.0, 2, 5.0) for number in range(41, 44)]
-    young = [point(1, 3.5, 0, None), point(2, 4.5, 1, 9.0)]
-    found = status({"a": old, "b": young})
-    assert found["point_seconds"] == 2.0
-    told = [
-        (one["number"], one["tokens_per_s"], one["waiting"], one["ttft_p95_ms"]) for one in found["points"]
-    ]
-    assert told == [(998, 10.0, 2, 5.0), (999, 13.5, 2, 5.0), (1000, 14.5, 3, 9.0)]
-
-
-def test_only_newer_points_are_given() -> None:
-    points = [point(number, 1.0, 0, None) for number in range(5)]
-    assert [one["number"] for one in status({"a": points}, 998)["points"]] == [999, 1000]
-    assert status({"a": points}, 1000)["points"] == status({"a": points}, 10**9)["points"] == []
-    assert status({"a": []})["points"] == status({})["points"] == []

@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from manylora.doors.triton.launcher import http_proxy
-from manylora.doors.triton.launcher.http_proxy import ClientConnection, HttpProxy, Probe
-from manylora.doors.triton.launcher.server import ProxyProbe
+from manylora.doors.triton.launcher.http_proxy import ClientConnection, HttpProxy
 from manylora.system.connections import OpenConnections, address_of
 
 GENERATE = b"/v2/models/m/generate"
@@ -259,17 +258,6 @@ def test_an_answer_before_the_end_of_a_body_arrives(front: Run) -> None:
         assert said == b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"
 
     front(test)
-
-
-def test_the_launcher_is_answered_on_a_way_of_its_own() -> None:
-    async def test() -> None:
-        probe = ProxyProbe()
-        assert not probe.answered()
-        await asyncio.get_running_loop().create_unix_connection(Probe, sock=probe.other)
-        await until(probe.answered)
-        probe.close()
-
-    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_the_address_with_most_connections_gives_way() -> None:

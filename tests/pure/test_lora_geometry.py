@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from manylora.adapters.cache.cache import MAX_CHANGES, AdapterCache
+from manylora.adapters.cache.cache import AdapterCache
 from manylora.adapters.geometry import CacheGeometry, RowShape, cache_geometry, place_rows
 from manylora.adapters.module_sizes import Split
 from manylora.adapters.modules import LoraModule
 from manylora.errors import AdapterCacheFullError, ConfigError
-from manylora.kernels.row_format import Encoding, RowFormat
+from manylora.kernels.row_format import RowFormat
 
 B, A = Split.B_ROWS, Split.A_COLS
 # id: (in, out, split) of hidden 16, mlp 32
@@ -63,38 +63,6 @@ def test_page_counts(ranks: list[int], pages: int) -> None:
     module = LoraModule(0, 8, 12, B)
     geometry = CacheGeometry(16, 80, 0, 0)
     assert place_rows([RowShape(module, 0, RowFormat(rank)) for rank in ranks], geometry)[1] == pages
-
-
-@pytest.mark.parametrize("packed", [2, 4])
-def test_numbers_of_8_bits_take_their_share_of_the_slots(packed: int) -> None:
-    """In pages of 16 and of 32 bits; beside rows of the pages' own type, which lie as before."""
-    module, geometry = LoraModule(0, 8, 12, B), CacheGeometry(16, 80, 0, 0)
-    wide = [RowShape(module, layer, RowFormat(64)) for layer in range(packed)]
-    kind = RowFormat(64, encoding=Encoding.FLOAT8, scale=0.5)
-    narrow = [RowShape(module, layer, kind) for layer in range(packed)]
-    assert place_rows(wide, geometry, element_bytes=packed)[1] == packed
-    placed, pages = place_rows(narrow, geometry, element_bytes=packed)
-    assert pages == 1
-    share = 80 // packed
-    assert [(p.slot, p.num_slots) for p in placed] == [(share * i, share) for i in range(packed)]
-    assert {(p.format, p.in_size, p.out_size) for p in placed} == {(kind, 512, 768)}
-    small = RowShape(module, 0, RowFormat(1, encoding=Encoding.FLOAT8))
-    [odd], _ = place_rows([small], geometry, element_bytes=packed)
-    assert odd.num_slots == 1
-    mixed, _ = place_rows([wide[0], *narrow, wide[0]], CacheGeometry(16, 240, 0, 0), element_bytes=packed)
-    assert [p.slot for p in mixed] == [0, *(80 + share * i for i in range(packed)), 160]
-
-
-@pytest.mark.parametrize(("optimal", "packed", "wide", "narrow"), [(8, 2, 1, 1), (4, 2, 2, 1), (2, 4, 4, 1)])
-def test_pages_of_a_whole_adapter_of_8_bits(optimal: int, packed: int, wide: int, narrow: int) -> None:
-    """Of rank 8 with every module: smaller pages are what lets more of them fit."""
-    modules = [LoraModule(1, 4096, 4096, B), LoraModule(2, 4096, 1024, B), LoraModule(3, 4096, 1024, B)]
-    geometry = cache_geometry(modules, 32, optimal, 64)
-    counts = [
-        place_rows([RowShape(m, n, row) for n in range(32) for m in modules], geometry, packed)[1]
-        for row in (RowFormat(8), RowFormat(8, encoding=Encoding.FLOAT8))
-    ]
-    assert counts == [wide, narrow]
 
 
 def test_geometry_from_the_model() -> None:
@@ -173,30 +141,6 @@ def test_what_others_wait_for_leaves_the_host_only_by_force() -> None:
     assert cache.host_victims(1, {"a"}, force=False) == ["b"]
     assert cache.host_victims(1, {"a", "b"}, force=False) is None
     assert cache.host_victims(1, {"a", "b"}, force=True) == ["a"]
-
-
-def test_every_coming_and_going_is_noted_in_order() -> None:
-    cache = AdapterCache(3, 1)
-    store(cache, "a", 1)
-    cache.load("a", None)
-    store(cache, "b", 1)
-    cache.load("b", None)
-    cache.evict("b")
-    noted = [(one.digest, one.level, one.loaded, one.pages) for one in cache.changes]
-    assert noted == [
-        ("a", "host", True, 1),
-        ("a", "device", True, 1),
-        ("b", "host", True, 1),
-        ("a", "device", False, 1),
-        ("b", "device", True, 1),
-        ("b", "device", False, 1),
-        ("b", "host", False, 1),
-    ]
-    assert [one.number for one in cache.changes] == list(range(1, 8))
-    for _ in range(MAX_CHANGES):
-        store(cache, "c", 1)
-        cache.evict("c")
-    assert len(cache.changes) == MAX_CHANGES
 
 
 def test_random_traffic_adds_up() -> None:

@@ -9,10 +9,9 @@ from test_lora_geometry import DIMS, MODULES, rows
 
 from manylora.adapters.geometry import CacheGeometry, RowShape, place_rows
 from manylora.adapters.module_sizes import Split
-from manylora.adapters.modules import LoraModule, lora_modules
-from manylora.adapters.slicing import pipeline_layers, rows_of_rank, slice_row, slice_rows
+from manylora.adapters.modules import LoraModule
+from manylora.adapters.slicing import pipeline_layers, rows_of_rank, slice_row
 from manylora.adapters.tensors import AdapterRow
-from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
 from manylora.kernels.row_format import RowFormat
 
@@ -110,33 +109,6 @@ def test_fused_rows_are_cut_part_by_part() -> None:
         np.testing.assert_array_equal(local_m, m[rows])
 
 
-def joined(pieces: list[np.ndarray], module: LoraModule, tp: int) -> np.ndarray:
-    """What the ranks hold, back in the plain order: each part of a fused module for itself."""
-    cuts = np.cumsum([part // tp for part in module.parts])[:-1]
-    by_part = zip(*(np.split(piece, cuts) for piece in pieces), strict=True)
-    return np.concatenate([np.concatenate(same) for same in by_part])
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_the_ranks_together_are_the_whole(tp: int) -> None:
-    """Column-parallel: outputs and magnitudes side by side; row-parallel: outputs added, magnitudes whole."""
-    model = ModelConfig("LlamaForCausalLM", 8, 16, 24, 1, 8, 4, 4, 64, 1e-6, 1e4, "float32")
-    for module in lora_modules(model).values():
-        row, x = random_row(module, 5, dora=True), np.linspace(-1, 1, module.in_dim)
-        a, b, m = matrices(row, module.in_dim, module.out_dim)
-        parts = [slice_row(row, module, module.share(tp), tp, rank) for rank in range(tp)]
-        share = module.share(tp)
-        local = [matrices(part, share.in_dim, share.out_dim) for part in parts]
-        if module.split is Split.A_COLS:
-            shares = zip(local, np.split(x, tp), strict=True)
-            found = np.sum([b_ @ (a_ @ x_) for (a_, b_, _), x_ in shares], axis=0)
-            assert all(m_.tolist() == m.tolist() for _, _, m_ in local)
-        else:
-            found = joined([b_ @ (a_ @ x) for a_, b_, _ in local], module, tp)
-            assert joined([m_ for _, _, m_ in local], module, tp).tolist() == m.tolist()
-        np.testing.assert_allclose(found, b @ (a @ x), rtol=1e-4, atol=1e-4)
-
-
 def test_what_cannot_be_shared_is_refused() -> None:
     qkv = LoraModule(0, 4, 9, Split.B_ROWS, parts=(6, 2, 1))
     with pytest.raises(ConfigError, match="attn_qkv has a dimension of 1, which 2 ranks cannot share"):
@@ -153,13 +125,3 @@ def test_layers_of_pipeline_ranks(layers: int, pp: int, counts: list[int]) -> No
     shares = [pipeline_layers(layers, pp, rank) for rank in range(pp)]
     assert [len(share) for share in shares] == counts
     assert [layer for share in shares for layer in share] == list(range(layers))
-
-
-def test_a_pipeline_rank_takes_its_own_layers() -> None:
-    q = LoraModule(1, 4, 4, Split.B_ROWS)
-    whole = [AdapterRow(1, layer, RowFormat(2), TINY + layer) for layer in range(4)]
-    layers = pipeline_layers(4, 2, 1)
-    modules, share = {1: q}, {1: q.share(2)}
-    taken = slice_rows(whole, modules, share, 2, 1, lambda _, n: layers.index(n) if n in layers else None)
-    assert [row.layer for row in taken] == [0, 1]  # its own numbers of 2 and 3
-    assert taken[1].payload.tolist() == (TINY[[0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]] + 3).tolist()

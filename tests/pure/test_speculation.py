@@ -11,8 +11,6 @@ from manylora.doors.python.llm_args import NGramDecodingConfig
 from manylora.doors.python.options import llm_arguments
 from manylora.engine.speculation import (
     FEW,
-    FIRST_PAUSE,
-    LONGEST_PAUSE,
     MOST_PLACES,
     Drafter,
     NgramIndex,
@@ -59,33 +57,6 @@ def test_a_long_sequence_takes_bounded_memory() -> None:
     index.find(tokens, 4)
     assert index._tables.nbytes == 3 * 4 * MOST_PLACES
     assert index.find([*tokens, *tokens[-50:-40]], 3) == tokens[-40:-37], "the newest are still found"
-
-
-def test_a_draft_grows_with_success_and_shrinks_with_failure() -> None:
-    drafter = Drafter(NgramIndex(1, 2, True), 8)
-    drafter.record_result(8, 3, 100)
-    assert drafter.length == 4
-    drafter.record_result(4, 4, 104)
-    assert drafter.length == 6
-    drafter.record_result(6, 0, 110)
-    assert drafter.length == 1
-
-
-def test_a_sequence_whose_drafts_fail_pauses_longer_each_time_and_tries_again() -> None:
-    drafter, tokens = Drafter(NgramIndex(1, 1, True), 4), [7] * 100
-    pauses = []
-    for _ in range(20):
-        drafted = drafter.propose(tokens, 4, price=0.0)
-        if drafted:
-            drafter.record_result(len(drafted), 0, len(tokens))
-            if drafter.wakes_at > len(tokens):
-                pauses.append(drafter.wakes_at - len(tokens))
-                tokens = [7] * drafter.wakes_at
-    assert pauses[:5] == [FIRST_PAUSE, 64, 128, 256, LONGEST_PAUSE]
-    assert pauses[-1] == LONGEST_PAUSE
-    for _ in range(3):
-        drafter.record_result(4, 4, len(tokens))
-    assert drafter.propose(tokens, 4, price=0.3) == [7] * 4, "success ends the pauses"
 
 
 def simulated(fixed: float, by_row: float, count: int, share: float, most: int) -> float:
@@ -140,17 +111,6 @@ def test_requests_whose_drafts_would_not_be_exact_have_none() -> None:
         assert on.drafter(Request((1, 2), params)) is None
     assert on.drafter(Request((1, 2), draft=(3,))) is None
     assert speculation().drafter(Request((1, 2))) is None
-
-
-def test_rows_of_drafts_leave_room_for_prompts_and_end_with_concurrency() -> None:
-    one = speculation(max_draft_len=8, max_batch_size=4, max_num_tokens=64, max_draft_concurrency=3)
-    assert one.num_rows(1, prompts=False) == 4 + 8 - 1
-    assert one.num_rows(3, prompts=True) == 9
-    assert one.num_rows(4, prompts=False) == 0
-    prompts = speculation(max_draft_len=8, max_batch_size=4, max_num_tokens=40)
-    assert prompts.num_rows(3, prompts=True) == 40 - 4 - 31
-    tight = speculation(max_draft_len=8, max_batch_size=4, max_num_tokens=4)
-    assert tight.num_rows(4, prompts=False) == 0
 
 
 @pytest.mark.parametrize(

@@ -56,19 +56,6 @@ def test_threads_spin_briefly_unless_the_environment_says_otherwise(said: dict[s
     assert found == {"HOME": "/", **(said or {"GOMP_SPINCOUNT": "1000"})}
 
 
-@pytest.mark.parametrize("said", SAID)
-def test_the_package_says_so_to_its_process(said: dict[str, str]) -> None:
-    plain = {
-        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    }
-    code = "import manylora, os; print(os.environ.get('GOMP_SPINCOUNT'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**plain, **said}, capture_output=True, check=True
-    )
-    want = said.get("GOMP_SPINCOUNT") if said else "1000"
-    assert done.stdout.decode().strip() == str(want)
-
-
 def test_a_gap_counts_only_as_a_look_may_take() -> None:
     times = iter([100.0, 100.5, 102.0, 702.0, 702.25])
     clock = OwnClock(2.0, lambda: next(times))
@@ -87,16 +74,6 @@ def test_a_thread_that_steps_back_takes_its_own_threads_with_it_and_nobody_else(
             assert back.submit(lambda: own.submit(priority).result()).result() == max(before, NICE)
         assert beside.submit(priority).result() == before
     assert priority() == before
-
-
-def test_a_thread_that_is_lower_already_stays_there() -> None:
-    def lowest() -> int:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        lower_priority()
-        return priority()
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(lowest).result() == 19
 
 
 GIB = 2**30
@@ -174,11 +151,3 @@ def test_what_was_read_of_files_is_free_again(machine: Machine) -> None:
         memory__stat=f"inactive_file 1\ntotal_inactive_file {2 * GIB}",
     )  # fmt: skip
     assert available_memory() == 2 * GIB
-
-
-def test_odd_files_are_no_limit(machine: Machine) -> None:
-    machine.belongs("nonsense", "", "0::/")
-    machine.write(cpu__max="", memory__max="many", memory__current="")
-    assert (usable_processors(), available_memory()) == (16, UNLIMITED)
-    machine.write(cpu__max="100000 0")
-    assert usable_processors() == 16

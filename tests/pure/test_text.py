@@ -93,20 +93,6 @@ def stream(tokenizer: Tokenizer, ids: list[int], picks: random.Random) -> str:
     return text + tokenizer.delta(ids[-WINDOW:], [], final=True)
 
 
-def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer) -> None:
-    picks = random.Random(0)
-    for text in TEXTS:
-        ids = tokenizer.encode(text)
-        assert stream(tokenizer, ids, picks) == tokenizer.decode(ids)
-
-
-def test_any_ids_stream_to_their_whole_text(tokenizer: Tokenizer) -> None:
-    picks = random.Random(1)
-    for _ in range(400):
-        ids = [picks.randrange(tokenizer.vocab_size) for _ in range(picks.randint(1, 60))]
-        assert stream(tokenizer, ids, picks) == tokenizer.decode(ids), ids
-
-
 def test_no_delta_shows_half_a_character(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         ids = tokenizer.encode(text)
@@ -114,30 +100,6 @@ def test_no_delta_shows_half_a_character(tokenizer: Tokenizer) -> None:
             continue
         for i in range(len(ids)):
             assert "\ufffd" not in tokenizer.delta(ids[max(0, i - WINDOW) : i], [ids[i]], final=False)
-
-
-def grow(tokenizer: Tokenizer, ids: list[int], picks: random.Random, skip: bool) -> list[str]:
-    made, pieces, done = tokenizer.stream(skip), [], 0
-    while done < len(ids):
-        count = picks.choice([1, 1, 1, 2, 5])
-        pieces.append(made.add(ids[done : done + count], False))
-        done += count
-    return [*pieces, made.add([], True)]
-
-
-def test_a_growing_output_is_the_whole_text(tokenizer: Tokenizer) -> None:
-    """Also of ids that have no token, as a model's padded vocabulary has."""
-    picks = random.Random(2)
-    for round_ in range(400):
-        size, most = picks.choice([3, 20, 90]), tokenizer.vocab_size + picks.choice([0, 50])
-        ids = [picks.randrange(most) for _ in range(size)]
-        skip = bool(round_ % 2)
-        assert "".join(grow(tokenizer, ids, picks, skip)) == tokenizer.decode(ids, skip), ids
-    for text in TEXTS:
-        ids = tokenizer.encode(text)
-        pieces = grow(tokenizer, ids, picks, True)
-        assert "".join(pieces) == tokenizer.decode(ids)
-        assert "\ufffd" in tokenizer.decode(ids) or not any("\ufffd" in piece for piece in pieces)
 
 
 def test_a_growing_output_is_shown_at_once(tokenizer: Tokenizer) -> None:

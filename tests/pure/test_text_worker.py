@@ -14,7 +14,7 @@ import pytest
 from server_response import ServerResponse
 
 from manylora.config.repository import engine_context
-from manylora.doors.triton.client_errors import check_parameters, client_message
+from manylora.doors.triton.client_errors import check_parameters
 from manylora.doors.triton.text_models import TextWorker
 from manylora.errors import RequestError
 from manylora.system.lifeline import Lifeline
@@ -116,21 +116,6 @@ def test_only_parameters_that_would_change_the_answer_are_refused() -> None:
         with pytest.raises(RequestError, match=f"^{name} is no input .* in lora_name, .* in lora_task_id"):
             check_parameters(json.dumps({name: "sql"}))
     check_parameters('{"model": "ensemble"}')
-
-
-def test_other_parameters_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        check_parameters('{"temprature": 0.5, "Streaming": true, "triton_note": 1, "priority": 1}')
-    assert [one.message for one in caplog.records] == [
-        "a request has temprature, which is no input of its model: it is ignored, and not logged again"
-    ]
-
-
-def test_the_log_has_the_trace_and_the_client_the_sentence(caplog: pytest.LogCaptureFixture) -> None:
-    assert client_message(RequestError("no such thing"), "model") == "no such thing"
-    assert not caplog.records
-    assert client_message(KeyError("secret"), "model") == "model failed on this request: KeyError"
-    assert "secret" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import queue
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -147,32 +146,6 @@ def test_a_hung_process_is_replaced(fragile: Running, which: str) -> None:
         open_streams.wait_for_ends(120)
     wait_for("the service is back", lambda: is_back(fragile, before["server"]))
     assert len(new_ids(ask(fragile, inputs()))) == len(PROMPT) + NEW
-
-
-@pytest.mark.extended
-def test_a_pause_of_the_whole_service_is_no_hang(world: World, tmp_path: Path) -> None:
-    """As of a container or a machine. The supervisor may be the first that goes on."""
-    paused = new_server(fill_repo(tmp_path / "repo", world.model))
-    paused.start("--hang-timeout=15")
-    try:
-        before = processes(paused)
-        supervisor, others = (
-            before["supervisor"],
-            [pid for pid in before.values() if pid != before["supervisor"]],
-        )
-        with streams(paused, 2) as open_streams:
-            for pid in (supervisor, *others):
-                os.kill(pid, signal.SIGSTOP)
-            time.sleep(18)  # longer than the timeout
-            os.kill(supervisor, signal.SIGCONT)
-            time.sleep(2)  # it looks at the others, which stand still
-            for pid in others:
-                os.kill(pid, signal.SIGCONT)
-            open_streams.wait_for_ends(60)
-        assert len(new_ids(ask(paused, inputs()))) == len(PROMPT) + NEW
-        assert processes(paused) == before
-    finally:
-        paused.launch("--stop")
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -28,7 +27,6 @@ from test_server import ask, inputs
 from waiting import wait_for_named as wait_for
 
 from manylora.doors.triton.launcher.cli import main
-from manylora.doors.triton.launcher.processes import why_taken
 
 WHEEL = Path(find_spec("pytriton").origin).parent / "tritonserver"  # type: ignore[union-attr, arg-type]
 
@@ -101,23 +99,6 @@ def marked(http_port: int) -> list[int]:
             if re.search(rf"MANYLORA_RUN_DIR=[^\0]*-{http_port}\0".encode(), path.read_bytes()):
                 found.append(int(path.parent.name))
     return found
-
-
-def test_a_process_that_could_not_end_with_its_launcher_is_ended_by_the_next(
-    world: World, tmp_path: Path
-) -> None:
-    slow = new_server(fill_repo(tmp_path / "repo", world.model))
-    with (
-        slow.held(),
-        subprocess.Popen(slow.command("--foreground"), stdout=subprocess.DEVNULL) as launcher,
-    ):
-        wait_for("its processes", lambda: len(list(slow.run_dir.glob("report.*"))) == 4)
-        frozen = loading(launcher)["tensorrt_llm"]
-        os.kill(frozen, signal.SIGSTOP)
-        launcher.kill()
-        wait_for("the others' end", lambda: marked(slow.http) == [frozen])
-    assert "holds no" in slow.launch("--model_repo=/nowhere").stderr
-    assert not marked(slow.http)
 
 
 def test_a_number_in_a_file_that_was_left_is_not_taken_for_a_process(tmp_path: Path) -> None:
@@ -195,24 +176,6 @@ def test_an_executable_that_cannot_be_started_is_named(
 ) -> None:
     said = refusal(new_server(server.repo), capsys, f"--tritonserver={path}")
     assert said == f"--tritonserver {path} {words}\n"
-
-
-@pytest.mark.extended  # test_wheel.py has such an address
-def test_all_three_ports_listen_on_an_address_of_ipv6(world: World, tmp_path: Path) -> None:
-    served = new_server(fill_repo(tmp_path / "repo", world.model))
-    if why_taken(served.http, "::1") is not None:
-        pytest.skip("there is no IPv6 here")
-    started = served.launch("--address=::1")
-    assert started.returncode == 0, started.stderr
-    try:
-        assert "open to anybody on this machine" in started.stderr
-        for port, path in ((served.http, "v2/health/ready"), (served.metrics, "metrics")):
-            with urllib.request.urlopen(f"http://[::1]:{port}/{path}", timeout=60) as answer:
-                assert answer.status == 200
-        with grpc.InferenceServerClient(f"[::1]:{served.grpc}") as client:
-            assert client.is_server_ready()
-    finally:
-        assert served.launch("--stop").returncode == 0
 
 
 @pytest.mark.parametrize("address", ["203.0.113.9", "[::1]", "nowhere.invalid"])

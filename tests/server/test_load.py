@@ -18,11 +18,10 @@ import pytest
 import torch
 import tritonclient.grpc as grpc
 from servers import Running, World
-from test_server import NEW, PROMPT, ask, inputs, lora, new_ids, tensor
+from test_server import ask, inputs, lora, tensor
 from tiny_models import reference_generate, reference_logits
 from tritonclient.utils import InferenceServerException
 
-STREAMS = 300
 AT_ONCE = 64
 
 
@@ -34,28 +33,6 @@ def count(request: pytest.FixtureRequest) -> int:
 
 def scalar(value: Any, dtype: type) -> np.ndarray:
     return np.array([[value]], dtype)
-
-
-@pytest.mark.extended
-def test_hundreds_of_streams_cancelled_while_they_run(server: Running) -> None:
-    """In waves: half by closing the stream, half by leaving; then everything is given back."""
-    request = inputs(new=200, streaming=scalar(True, bool))
-    for _ in range(STREAMS // 50):
-        clients = [grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") for _ in range(50)]
-        started: queue.Queue = queue.Queue()
-        for client in clients:
-            client.start_stream(lambda result, error, heard=started: heard.put(error))
-            client.async_stream_infer("tensorrt_llm", request)
-        for _ in range(50):
-            started.get(timeout=60)
-        for number, client in enumerate(clients):
-            if number % 2:
-                client.stop_stream(cancel_requests=True)
-            client.close()
-    assert len(new_ids(ask(server, inputs()))) == len(PROMPT) + NEW
-    pid = server.state()["server"]
-    assert server.state()["state"] == "ready"
-    assert pid == server.state()["server"]
 
 
 def unregister(client: grpc.InferenceServerClient, region: str, headers: dict[str, str]) -> None:

@@ -212,15 +212,6 @@ def test_a_host_whose_cable_is_cut_comes_back_with_the_service(served: Served, w
         cable("up")
 
 
-def test_a_rank_0_that_is_killed_finds_the_other_again(served: Served, world: World) -> None:
-    before, rank = processes(served.server), served.follower()["server"]
-    os.kill(before["tensorrt_llm"], signal.SIGKILL)
-    wait_for("the service is back", lambda: is_back(served.server, before["server"]), BACK_S)
-    check_answers(served.server, world)
-    assert is_gone(rank)
-    assert "rank 0 is gone" in served.follower()["last_loss"]
-
-
 def test_a_stop_of_both_hosts_lets_requests_finish(served: Served) -> None:
     with served.server.slow() as brake, streams(served.server, 10) as open_streams:
         os.kill(served.follower()["supervisor"], signal.SIGTERM)

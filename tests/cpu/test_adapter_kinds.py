@@ -37,76 +37,49 @@ from manylora.model.weights import load_decoder
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 PATTERN = {"rank_pattern": {"down_proj": 2, "layers.1.self_attn.v_proj": 6}}
-# Name of a case -> PEFT's settings of it, and the strength of its random values.
-CASES: dict[str, tuple[Callable[[], Any], float]] = {
-    "adalora": (
-        lambda: peft.AdaLoraConfig(init_r=6, target_r=3, total_step=10, lora_alpha=9, target_modules=ALL),
-        0.5,
+
+
+def kind(config: Callable[..., Any], strength: float, **settings: Any) -> tuple[Callable[[], Any], float]:
+    """PEFT's settings of a case, and the strength of its random values."""
+    return partial(config, **{"target_modules": ALL, **settings}), strength
+
+
+# By the name of a case.
+CASES = {
+    "adalora": kind(peft.AdaLoraConfig, 0.5, init_r=6, target_r=3, total_step=10, lora_alpha=9),
+    "deft": kind(peft.DeftConfig, 0.3, r=4),
+    "deft, orthogonal": kind(peft.DeftConfig, 0.3, r=4, alpha=6, decomposition_method="qr"),
+    "deft, para": kind(peft.DeftConfig, 0.2, r=3, para=True),
+    "delora": kind(peft.DeloraConfig, 0.4, r=5, **PATTERN),
+    "gralora": kind(peft.GraloraConfig, 0.3, r=4, gralora_k=2, alpha=6),
+    "gralora, hybrid": kind(peft.GraloraConfig, 0.3, r=8, gralora_k=4, hybrid_r=3, alpha=6),
+    "loha": kind(peft.LoHaConfig, 0.4, r=3, alpha=5),
+    "loha of full rank": kind(peft.LoHaConfig, 0.3, r=12, alpha=5, target_modules=ATTENTION, **PATTERN),
+    "lokr": kind(peft.LoKrConfig, 0.5, r=2, alpha=3),
+    "lokr, both split": kind(peft.LoKrConfig, 0.7, r=2, alpha=4, decompose_both=True, decompose_factor=4),
+    "lokr, neither split": kind(peft.LoKrConfig, 0.1, r=60, alpha=60, target_modules=ATTENTION),
+    "miss": kind(peft.MissConfig, 0.2, r=6),
+    "miss, some layers": kind(
+        peft.MissConfig, 0.4, r=8, target_modules=ATTENTION, layers_to_transform=[1], layers_pattern="layers"
     ),
-    "deft": (lambda: peft.DeftConfig(r=4, target_modules=ALL), 0.3),
-    "deft, orthogonal": (
-        lambda: peft.DeftConfig(r=4, alpha=6, decomposition_method="qr", target_modules=ALL),
-        0.3,
+    "miss, mini": kind(peft.MissConfig, 0.3, r=8, mini_r=4, init_weights="mini", target_modules=ATTENTION),
+    "peanut": kind(peft.PeanutConfig, 0.3, r=4),
+    "peanut, deep": kind(peft.PeanutConfig, 0.5, r=4, depth=2, act_fn="silu", scaling=0.5),
+    "vblora": kind(peft.VBLoRAConfig, 0.8, r=4, num_vectors=9, vector_length=16, topk=3),
+    "vblora, top weights": kind(
+        peft.VBLoRAConfig, 0.8, r=3, num_vectors=12, vector_length=8, topk=2, save_only_topk_weights=True
     ),
-    "deft, para": (lambda: peft.DeftConfig(r=3, para=True, target_modules=ALL), 0.2),
-    "delora": (lambda: peft.DeloraConfig(r=5, target_modules=ALL, **PATTERN), 0.4),
-    "gralora": (lambda: peft.GraloraConfig(r=4, gralora_k=2, alpha=6, target_modules=ALL), 0.3),
-    "gralora, hybrid": (
-        lambda: peft.GraloraConfig(r=8, gralora_k=4, hybrid_r=3, alpha=6, target_modules=ALL),
-        0.3,
+    "tinylora": kind(peft.TinyLoraConfig, 0.6, r=3, u=5),
+    "tinylora, tied": kind(
+        peft.TinyLoraConfig, 0.9, r=2, u=4, weight_tying=0.7, save_projection=False, projection_seed=5
     ),
-    "loha": (lambda: peft.LoHaConfig(r=3, alpha=5, target_modules=ALL), 0.4),
-    "loha of full rank": (lambda: peft.LoHaConfig(r=12, alpha=5, target_modules=ATTENTION, **PATTERN), 0.3),
-    "lokr": (lambda: peft.LoKrConfig(r=2, alpha=3, target_modules=ALL), 0.5),
-    "lokr, both split": (
-        lambda: peft.LoKrConfig(r=2, alpha=4, decompose_both=True, decompose_factor=4, target_modules=ALL),
-        0.7,
-    ),
-    "lokr, neither split": (lambda: peft.LoKrConfig(r=60, alpha=60, target_modules=ATTENTION), 0.1),
-    "miss": (lambda: peft.MissConfig(r=6, target_modules=ALL), 0.2),
-    "miss, some layers": (
-        lambda: peft.MissConfig(
-            r=8, target_modules=ATTENTION, layers_to_transform=[1], layers_pattern="layers"
-        ),
-        0.4,
-    ),
-    "miss, mini": (
-        lambda: peft.MissConfig(r=8, mini_r=4, init_weights="mini", target_modules=ATTENTION),
-        0.3,
-    ),
-    "peanut": (lambda: peft.PeanutConfig(r=4, target_modules=ALL), 0.3),
-    "peanut, deep": (
-        lambda: peft.PeanutConfig(r=4, depth=2, act_fn="silu", scaling=0.5, target_modules=ALL),
-        0.5,
-    ),
-    "vblora": (
-        lambda: peft.VBLoRAConfig(r=4, num_vectors=9, vector_length=16, topk=3, target_modules=ALL),
-        0.8,
-    ),
-    "vblora, top weights": (
-        lambda: peft.VBLoRAConfig(
-            r=3, num_vectors=12, vector_length=8, topk=2, save_only_topk_weights=True, target_modules=ALL
-        ),
-        0.8,
-    ),
-    "tinylora": (lambda: peft.TinyLoraConfig(r=3, u=5, target_modules=ALL), 0.6),
-    "tinylora, tied": (
-        lambda: peft.TinyLoraConfig(
-            r=2, u=4, weight_tying=0.7, save_projection=False, projection_seed=5, target_modules=ALL
-        ),
-        0.9,
-    ),
-    "unilora": (lambda: peft.UniLoraConfig(r=3, theta_d_length=40, save_indices=True, target_modules=ALL), 2),
-    "unilora, drawn": (
-        lambda: peft.UniLoraConfig(r=5, theta_d_length=33, proj_seed=8, target_modules=ALL),
-        2,
-    ),
-    "pvera": (lambda: peft.PveraConfig(r=7, target_modules=ALL), 1.5),
-    "pvera, drawn": (lambda: peft.PveraConfig(r=4, save_projection=False, target_modules=ATTENTION), 1.5),
-    "vera": (lambda: peft.VeraConfig(r=7, target_modules=ALL), 1.5),
-    "vera, drawn": (
-        lambda: peft.VeraConfig(r=5, save_projection=False, projection_prng_key=77, target_modules=ATTENTION),
-        1.5,
+    "unilora": kind(peft.UniLoraConfig, 2, r=3, theta_d_length=40, save_indices=True),
+    "unilora, drawn": kind(peft.UniLoraConfig, 2, r=5, theta_d_length=33, proj_seed=8),
+    "pvera": kind(peft.PveraConfig, 1.5, r=7),
+    "pvera, drawn": kind(peft.PveraConfig, 1.5, r=4, save_projection=False, target_modules=ATTENTION),
+    "vera": kind(peft.VeraConfig, 1.5, r=7),
+    "vera, drawn": kind(
+        peft.VeraConfig, 1.5, r=5, save_projection=False, projection_prng_key=77, target_modules=ATTENTION
     ),
 }
 # The same of LoRA's variants, whose random values are added to what training starts with.
@@ -128,11 +101,10 @@ LORAS: dict[str, dict[str, Any]] = {
     "kasa": {"kasa_config": peft.tuners.lora.KasaConfig()},
     "orthogonal": {"init_lora_weights": "orthogonal"},
 }
-for _name, _options in LORAS.items():
-    CASES[_name] = (
-        partial(peft.LoraConfig, **{"r": 4, "lora_alpha": 6, "target_modules": ALL, **_options}),
-        0.2,
-    )
+CASES |= {
+    name: kind(peft.LoraConfig, 0.2, **{"r": 4, "lora_alpha": 6, **settings})
+    for name, settings in LORAS.items()
+}
 IDS = [random.Random(3).randrange(3, 250) for _ in range(24)]
 
 
@@ -187,30 +159,21 @@ def test_each_kind_answers_as_peft_does(
 
 
 # Families that keep weights the other way round, or several in one, with kinds that depend on it.
-OTHER_FAMILIES: dict[str, dict[str, tuple[Any, float]]] = {
+TURNED: dict[str, Any] = {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True}
+FUSED = {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}
+OTHER_FAMILIES = {
     "gpt2": {
-        "vera": (peft.VeraConfig(r=5, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True), 1.5),
-        "gralora": (
-            peft.GraloraConfig(r=4, target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True),
-            0.3,
-        ),
-        "pissa": (
-            peft.LoraConfig(
-                r=3, init_lora_weights="pissa", target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True
-            ),
-            0.2,
-        ),
+        "vera": kind(peft.VeraConfig, 1.5, r=5, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True),
+        "gralora": kind(peft.GraloraConfig, 0.3, r=4, **TURNED),
+        "pissa": kind(peft.LoraConfig, 0.2, r=3, init_lora_weights="pissa", **TURNED),
     },
     "phi3": {
-        "deft": (peft.DeftConfig(r=4, target_modules=["qkv_proj", "gate_up_proj", "o_proj"]), 0.3),
-        "gralora": (peft.GraloraConfig(r=4, target_modules=["qkv_proj", "gate_up_proj", "o_proj"]), 0.3),
-        "peanut": (peft.PeanutConfig(r=4, target_modules=["qkv_proj", "gate_up_proj", "o_proj"]), 0.3),
-        "miss": (peft.MissConfig(r=6, target_modules=["qkv_proj", "gate_up_proj", "o_proj"]), 0.3),
-        "loha": (peft.LoHaConfig(r=2, alpha=4, target_modules=["qkv_proj", "gate_up_proj"]), 0.4),
-        "tinylora": (
-            peft.TinyLoraConfig(r=3, u=4, target_modules=["qkv_proj", "gate_up_proj", "o_proj"]),
-            0.6,
-        ),
+        "deft": kind(peft.DeftConfig, 0.3, r=4, **FUSED),
+        "gralora": kind(peft.GraloraConfig, 0.3, r=4, **FUSED),
+        "peanut": kind(peft.PeanutConfig, 0.3, r=4, **FUSED),
+        "miss": kind(peft.MissConfig, 0.3, r=6, **FUSED),
+        "loha": kind(peft.LoHaConfig, 0.4, r=2, alpha=4, target_modules=["qkv_proj", "gate_up_proj"]),
+        "tinylora": kind(peft.TinyLoraConfig, 0.6, r=3, u=4, **FUSED),
     },
 }
 
@@ -221,7 +184,7 @@ def test_kinds_on_other_families(family: str, tmp_path: Path) -> None:
     config = read_model_config(model)
     options = ReadOptions(lora_modules(config), BaseWeights(model))
     made = [
-        make_kind(tmp_path / name, model, settings, 1, strength)
+        make_kind(tmp_path / name, model, settings(), 1, strength)
         for name, (settings, strength) in OTHER_FAMILIES[family].items()
     ]
     decoder = load_decoder(model, config, torch.float32, open_device("cpu"))

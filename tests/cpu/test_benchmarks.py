@@ -1,39 +1,31 @@
-"""Protects what the CPU's benchmarks say: limits, files of figures, and a worker's answers."""
+"""Protects the benchmarks: a worker answers, and the GPU's runs through with torch, triton and numpy alone
+and writes what it says."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))  # scripts, not a package
 
-from limits import Limits  # noqa: E402
 from peers.process import Worker  # noqa: E402
 from peers.worker import Setup  # noqa: E402
 
 DEMO = ROOT / "examples" / "demo"
-
-
-def test_a_step_takes_the_larger_of_its_bytes_and_its_multiplications() -> None:
-    model: Any = SimpleNamespace(
-        num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=4, intermediate_size=8,
-        vocab_size=10,
-    )  # fmt: skip
-    weights, head = 4 * 4 * 4 + 3 * 4 * 8, 10 * 4
-    slow_memory = Limits(model, "bfloat16", 4, 2, 1.0, 1e9)
-    assert slow_memory.decode_step([5, 5], [7]) == 2 * (weights + head) + 4 * 2 * 4 * 10 + 2 * 7
-    slow_units = Limits(model, "bfloat16", 4, 2, 1e9, 1.0)
-    assert slow_units.decode_step([5, 5], [7], 14) == 2 * 2 * (weights + head) + 2 * 14 + 4 * 4 * 10
-    prompt = slow_units.prefill(3)
-    assert prompt == 2 * 3 * weights + 2 * head + 2 * 4 * 9
-    # The first token of each comes with its prompt.
-    step = slow_units.decode_step([3 + 2 / 2] * 2)
-    assert slow_units.run([None, None], [], 3, 2, 2) == 2 * prompt + step
+FOREIGN = ("safetensors", "tokenizers", "llguidance", "jinja2", "transformers", "peft", "pydantic", "tqdm")
+SCRIPT = f"""
+import runpy, sys
+sys.modules.update(dict.fromkeys({FOREIGN!r}))  # as if they were not installed
+sys.argv[0] = "benchmarks/gpu.py"
+sys.path.insert(0, "benchmarks")
+runpy.run_path("benchmarks/gpu.py", run_name="__main__")
+"""
 
 
 @pytest.mark.extended  # of the scripts that measure, nothing else starts one
@@ -51,3 +43,25 @@ def test_a_worker_answers_calls_and_requests_in_flight(tmp_path: Path) -> None:
         assert answers[0] != worker.run(prompts[:1], [0], 4)[0][0]
         memory = worker.resident()
         assert 0 < memory.own <= memory.all
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)  # the machine may have much else to do
+def test_the_benchmark_runs_without_any_other_package(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "--device", "cpu", "--tiny", "--out", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    sections = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["sections"]
+    assert "Skipped" not in sections, sections["Skipped"]
+    assert [row["model"] for row in sections["Check"]] == ["tiny", "tiny experts", "tiny windows"]
+    assert {"Decode step", "R_base", "Base-only tax", "Bandwidth"} <= sections.keys()
+    few = sections["Throughput, rank 8, 7 modules, zipf"][1]
+    assert few["on_the_device"] < few["adapters"] and few["loads"] > 0
+    assert (tmp_path / "gpu.md").read_text(encoding="utf-8").count("\n## ") == len(sections)
+    assert "Targets" not in sections, "a CPU's figures get no verdict"

@@ -224,23 +224,6 @@ def test_of_the_requests_own_parameters_the_servers_are_left_alone() -> None:
         read_parameters('{"priority": 1}', own=False)
 
 
-def test_an_embedding_of_vllms_model() -> None:
-    """As Triton's OpenAI frontend asks for one: without text_input."""
-    settings = PoolingSettings("mean", dimensions=(1, 2, 3))
-    for sent, ids in (("Hi", TOKENIZER.encode("Hi")), ([5, 6, 7], [5, 6, 7])):
-        engine = Engine()
-        model = VllmModel(runner(engine, settings), [])
-        body = json.dumps({"input": sent, "pooling_params": {"dimensions": [2]}})
-        counts = {"return_num_input_tokens": True, "return_num_output_tokens": True}
-        request = Request('{"lora_name": "doll"}', embedding_request=body, **counts)
-        [one] = model.answer(ClientRequest(lambda: False), request)  # type: ignore[arg-type]
-        np.testing.assert_allclose(json.loads(one["text_output"][0]), [0.6, 0.8], rtol=1e-6)  # type: ignore[index]
-        assert (one["num_input_tokens"], one["num_output_tokens"]) == (len(ids), 0)
-        [asked_for] = engine.asked
-        assert asked_for["input_ids"].tolist() == [ids]
-        assert (asked_for["pooling"].item(), asked_for["lora_name"].item()) == (b"mean", b"doll")
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [

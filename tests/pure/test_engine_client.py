@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from manylora.doors.triton.codec import ResponseEncoder, decode_requests
-from manylora.doors.triton.engine_client import AnswerReader, request_tensors
+from manylora.doors.triton.codec import decode_requests
+from manylora.doors.triton.engine_client import request_tensors
 from manylora.doors.triton.tensor_table import TENSORRT_LLM
 from manylora.errors import RequestError
-from manylora.request import Event, FinishReason, Guide, LoraInput, Request, RequestMetrics, SamplingConfig
+from manylora.request import Guide, Request, SamplingConfig
 
 FULL = SamplingConfig(
     max_tokens=9, end_id=2, temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, seed=2**63 + 1, min_tokens=3,
@@ -31,57 +31,6 @@ def test_a_request_arrives_as_it_was_sent(params: SamplingConfig, streaming: boo
     assert found.request.params == sent.params
     assert (found.request.prompt, found.request.streaming) == (sent.prompt, streaming)
     assert found.exclude_input is True
-
-
-def test_biases_and_adapters_arrive() -> None:
-    weights, config = np.ones((1, 2, 4), np.float32), np.ones((1, 2, 3), np.int32)
-    bias = np.arange(5, dtype=np.float32)
-    lora = LoraInput(2**63 + 5, weights, config, name="never told")
-    sent = Request((5,), SamplingConfig(logit_bias=bias), lora)
-    [found] = decode_requests(request_tensors(sent), "", decoupled=True)
-    assert (
-        found.request.params.logit_bias is not None
-        and found.request.params.logit_bias.tolist() == bias.tolist()
-    )
-    assert found.request.lora is not None and found.request.lora.task_id == 2**63 + 5
-    assert np.array_equal(found.request.lora.weights, weights)
-    assert np.array_equal(found.request.lora.config, config)
-
-
-def test_answers_are_read_as_events() -> None:
-    request = Request((5, 6), SamplingConfig(num_return_sequences=2, return_log_probs=True), streaming=True)
-    writer, reader = ResponseEncoder(request, None, True), AnswerReader(request)
-    metrics = RequestMetrics(1, adapter_tier="wire")
-    sent = [
-        Event((1, 2), (-0.5, -1.0), 0),
-        Event((3,), (-2.0,), 1),
-        Event((4,), (-3.0,), 0, FinishReason.STOP),
-        Event((), (), 1, FinishReason.LENGTH, last=True, metrics=metrics),
-    ]
-    found = [one for event in sent for one in reader.read(dict(writer.encode(event)), False)]
-    assert reader.done
-    told = [(e.token_ids, e.log_probs, e.sequence_index, e.finish_reason, e.last) for e in found]
-    assert told == [(e.token_ids, e.log_probs, e.sequence_index, e.finish_reason, e.last) for e in sent]
-    assert found[3].metrics is not None and found[3].metrics.adapter_tier == "wire"
-    assert reader.read({}, True) == []
-
-
-def test_a_server_that_tells_no_reason_ends_with_its_final_response() -> None:
-    """As NVIDIA's: output_ids, padded to the longest, sequence_length, and the final marker."""
-    reader = AnswerReader(Request((5,), SamplingConfig(max_tokens=3, num_return_sequences=2)))
-    for index, ids in enumerate(([1, 2, 3], [1, 2])):
-        tensors = {
-            "output_ids": np.array([[ids + [2] * (3 - len(ids))]], np.int32),
-            "sequence_length": np.array([[len(ids)]], np.int32),
-            "sequence_index": np.array([[index]], np.int32),
-        }
-        [event] = reader.read(tensors, False)
-        assert (event.token_ids, event.finish_reason, event.last) == (tuple(ids), None, False)
-    ends = reader.read({}, True)
-    assert [(e.sequence_index, e.finish_reason, e.last) for e in ends] == [
-        (0, FinishReason.LENGTH, False),
-        (1, FinishReason.STOP, True),
-    ]
 
 
 def test_defaults_act_for_inputs_that_are_left_out() -> None:

@@ -80,13 +80,3 @@ def test_a_folder_without_execution_is_named(stub: Path, tmp_path: Path) -> None
     server, run_dir = str(stub.parents[2] / "bin" / "tritonserver"), tmp_path / "run"
     with pytest.raises(ConfigError, match=f"^{run_dir} is on a disk .*noexec.*: set TMPDIR to a folder"):
         find_tritonserver(server, run_dir)
-
-
-def test_a_machine_without_ldd_is_no_reason(
-    stub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    server = stub.parents[2] / "bin" / "tritonserver"
-    found = find_tritonserver(str(server), tmp_path / "run")
-    assert found.binary == server and (tmp_path / "run/backends/python" / stub.name).exists()

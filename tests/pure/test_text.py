@@ -1,9 +1,8 @@
-"""Protects streamed text: for every kind of tokenizer and any ids, the deltas add up to the whole text."""
+"""Protects streamed text: no delta shows half a character, and all that is certain is shown at once."""
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -81,16 +80,6 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     return Tokenizer(tmp_path)
-
-
-def stream(tokenizer: Tokenizer, ids: list[int], picks: random.Random) -> str:
-    text, done = "", 0
-    while done < len(ids):
-        count = picks.choice([1, 1, 1, 2, 5])
-        window, new = ids[max(0, done - WINDOW) : done], ids[done : done + count]
-        done += len(new)
-        text += tokenizer.delta(window, new, final=False)
-    return text + tokenizer.delta(ids[-WINDOW:], [], final=True)
 
 
 def test_no_delta_shows_half_a_character(tokenizer: Tokenizer) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpc
-from launched import active, children, is_back, is_gone, models, processes, streams
+from launched import active, children, is_back, is_gone, processes, streams
 from selection import extended
 from servers import ROOT, Running, World, fill_repo, new_server
 from test_management import http
@@ -84,11 +84,6 @@ def catches(pid: int, name: signal.Signals) -> bool:
     """Whether the process has a handler for the signal. Python itself has none for SIGTERM."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (name - 1) & 1)
-
-
-def loading(launcher: subprocess.Popen[bytes]) -> dict[str, int]:
-    """The models' processes below a launcher whose server is still starting."""
-    return {model: pid for child in children(launcher.pid) for model, pid in models(child).items()}
 
 
 def marked(http_port: int) -> list[int]:

@@ -20,10 +20,6 @@ def texts(*words: bytes) -> np.ndarray:
     return np.array([words], np.object_)
 
 
-def ids(*rows: list[int]) -> np.ndarray:
-    return np.array([rows], np.int32)
-
-
 def infer(server: Running, model: str, **values: np.ndarray) -> grpc.InferResult:
     with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
         return client.infer(model, [tensor(name, value) for name, value in values.items()])
@@ -31,26 +27,6 @@ def infer(server: Running, model: str, **values: np.ndarray) -> grpc.InferResult
 
 def prepared(server: Running, text: bytes, **more: np.ndarray) -> grpc.InferResult:
     return infer(server, "preprocessing", QUERY=texts(text), REQUEST_OUTPUT_LEN=ONE, **more)
-
-
-PREPROCESSING = {
-    "stop words not UTF-8": (
-        {"STOP_WORDS_DICT": texts(b"\xed\xa0\x80")},
-        "stop_words (STOP_WORDS_DICT) must be",
-    ),
-    "too long": ({"QUERY": texts(b"a" * 2**20)}, "has 1048576 characters: in the context of 256 tokens"),
-    "long stop words": ({"STOP_WORDS_DICT": texts(b"a" * 2**20)}, "at most 524288 are taken"),
-    "long bad words": ({"BAD_WORDS_DICT": texts(*[b"a" * 2**18] * 3)}, "at most 524288 are taken"),
-    "many words": ({"BAD_WORDS_DICT": texts(*[b""] * 20000)}, "at most 16384 words together, got 20000"),
-}
-POSTPROCESSING = {
-    "negative id before": ({"PREVIOUS_IDS": ids([-5])}, "must hold token ids"),
-    "negative length": ({"SEQUENCE_LENGTH": np.array([[-1]], np.int32)}, "SEQUENCE_LENGTH must be in [0, 1]"),
-    "fewer windows": ({"TOKENS_BATCH": ids([72], [72]), "SEQUENCE_LENGTH": np.array([[1, 1]], np.int32),
-                       "PREVIOUS_IDS": ids([72])}, "must have one shape up to the beams"),
-    "too many": ({"TOKENS_BATCH": np.zeros((1, 1, 2**20 + 1), np.int32),
-                  "SEQUENCE_LENGTH": np.array([[2**20 + 1]], np.int32)}, "at most 1048576 tokens"),
-}  # fmt: skip
 
 
 def test_long_and_short_texts_of_one_moment_are_all_answered(server: Running) -> None:

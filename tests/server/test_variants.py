@@ -7,7 +7,6 @@ import json
 import queue
 import shutil
 import urllib.request
-from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
@@ -184,30 +183,3 @@ def test_text_without_decoupling(plain: Running, world: World) -> None:
         text = json.loads(answer.read())["text_output"]
     tokenizer = Tokenizer(world.model)
     assert text == tokenizer.decode(reference_generate(world.model, None, tokenizer.encode("Hello"), NEW))
-
-
-def answers(served: Running, weights: dict, config: np.ndarray, cases: list[tuple]) -> list[list[int]]:
-    """All cases at once over one stream; adapters that are not prefetched always bring their tensors."""
-    arrived: queue.Queue = queue.Queue()
-    found: dict[int, list[int]] = defaultdict(list)
-    with grpc.InferenceServerClient(f"127.0.0.1:{served.grpc}") as client:
-        client.start_stream(lambda result, error: arrived.put((result, error)))
-        for number, (task_id, prompt, streaming) in enumerate(cases):
-            extra = {"streaming": np.array([[streaming]]), "exclude_input_in_output": np.array([[True]])}
-            if task_id is not None:
-                extra["lora_task_id"] = np.array([[task_id]], np.uint64)
-            if task_id is not None and task_id >= 116:
-                extra |= {"lora_weights": weights[task_id], "lora_config": config}
-            request = inputs(prompt, NEW, **extra)
-            client.async_stream_infer(
-                "tensorrt_llm", request, request_id=str(number), enable_empty_final_response=True
-            )
-        pending = len(cases)
-        while pending:
-            result, error = arrived.get(timeout=60)
-            assert error is None, error
-            response = result.get_response()
-            if response.outputs:
-                found[int(response.id)] += result.as_numpy("output_ids")[0, 0].tolist()
-            pending -= response.parameters["triton_final_response"].bool_param
-    return [found[number] for number in range(len(cases))]

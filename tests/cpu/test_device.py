@@ -4,21 +4,14 @@ And what must not wait for it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_graphs import NothingWaits
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from manylora.adapters.cache.pool import PIECE_BYTES, AdapterPool
-from manylora.adapters.geometry import CacheGeometry, Layout
 from manylora.errors import ConfigError
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import _check_launch, open_device
-from manylora.kernels.extras import Extra, ExtraSegment, with_logits
-from manylora.model.extras import adapt_head
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update your GPU driver."
 
@@ -58,35 +51,6 @@ def test_a_kernel_is_launched_when_the_device_is_opened(monkeypatch: pytest.Monk
         _check_launch(ops, torch.device("cpu"))
 
 
-def test_a_trained_head_waits_for_nothing() -> None:
-    weight = torch.randn(6, 4)
-    extra = Extra(weight.view(-1), (weight,), torch.tensor([0]))
-    extras = with_logits([ExtraSegment(2, 5, {"head.weight": extra})], [0, 3, 4, 7])
-    x, logits = torch.randn(4, 4), torch.zeros(4, 6)
-    with NothingWaits():
-        adapt_head(logits, x, extras, None, tied=False)
-    torch.testing.assert_close(logits[1:3], x[1:3] @ weight.T)
-    assert not logits[[0, 3]].any()
-
-
-def test_pages_go_to_the_device_in_pieces() -> None:
-    """So that a step's tables need not wait for a whole one."""
-    sizes: list[int] = []
-
-    class Copies(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if func.name().startswith("aten::copy_"):
-                sizes.append(args[1].nbytes)
-            return func(*args, **(kwargs or {}))
-
-    width = 2**20
-    pool = AdapterPool(CacheGeometry(width, 5, 5, 1), 2, 2, torch.bfloat16, torch.device("meta"))
-    with Copies():
-        pool.load(Layout((), (5, 1)), [0, 1], [1, 0])
-    assert sum(sizes) == 6 * 2 * width
-    assert max(sizes) <= PIECE_BYTES
-
-
 @pytest.fixture
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -105,9 +69,3 @@ def test_no_more_threads_than_processors_that_the_groups_allow(
     assert open_device("cpu").name == "CPU (3 threads)"
     torch.set_num_threads(2)
     assert open_device("cpu").name == "CPU (2 threads)"
-
-
-def test_a_machine_without_proc_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("manylora.kernels.device.Path", lambda path: tmp_path / path.lstrip("/"))
-    with pytest.raises(ConfigError, match=r"/proc/meminfo .* is /proc mounted\?$"):
-        open_device("cpu").free_bytes()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -84,36 +82,3 @@ def test_what_is_damaged_or_of_another_content_counts_as_absent(tmp_path: Path) 
         assert not path(tmp_path, bad).exists()
     disk.put(one)
     assert disk.get(one.digest) is not None
-
-
-def test_a_copy_that_cannot_be_read_for_the_moment_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk, one = DiskLevel(99 * SIZE, tmp_path), adapter(0)
-    disk.put(one)
-
-    def fail(*what: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", fail)
-        assert disk.get(one.digest) is None
-    assert disk.get(one.digest) is not None
-
-
-def test_a_disk_that_hangs_costs_copies_and_holds_up_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = threading.Event()
-    write = DiskLevel._write
-    monkeypatch.setattr("manylora.adapters.catalog.levels.PENDING_S", 0.05)
-    monkeypatch.setattr(DiskLevel, "_write", lambda *given: answers.wait() and write(*given))
-    level = DiskLevel(20 * SIZE, tmp_path)
-    adapters = [adapter(seed) for seed in range(8)]
-    putting = threading.Thread(target=lambda: [level.put_soon(one) for one in adapters], daemon=True)
-    putting.start()
-    putting.join(60)
-    assert not putting.is_alive()
-    answers.set()
-    level.close()
-    assert [level.get(one.digest) is not None for one in adapters] == [True] * 4 + [False] * 4

@@ -12,8 +12,6 @@ from torch import Tensor
 from manylora.checkpoints.quant.config import QuantConfig
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.cuda import products
-from manylora.kernels.cuda.arithmetic import quantise_rows
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.experts import pair_up
@@ -120,17 +118,6 @@ def test_each_pair_gets_its_own_delta(
         assert torch.equal(got[untouched].cpu(), y.to(dtype)[untouched]), "a base row was touched"
 
 
-def test_pairs_are_sorted_and_their_places_lead_back() -> None:
-    choices = torch.tensor([[4, 0], [2, 4], [0, 4]])
-    segments = (LoraSegment(0, 1, {}), LoraSegment(2, 3, {}))
-    pairs, places = pair_up(choices, EXPERTS, LoraBatch(torch.empty(0), segments))
-    assert pairs.rows.tolist() == [0, 2, 1, 0, 1, 2]
-    assert list(pairs.starts) == [0, 2, 2, 3, 3, 6]
-    assert pairs.groups.tolist() == [[0, 1, 0, 0], [1, 2, 0, 1], [3, 4, 4, 0], [5, 6, 4, 1]]
-    assert pairs.rows[places].view(3, 2).tolist() == [[0, 0], [1, 1], [2, 2]]
-    assert pair_up(choices, EXPERTS, None)[0].groups.shape == (0, 4)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_row_meets_its_experts_weight(ops: CpuOps, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -169,28 +156,3 @@ def test_each_row_meets_its_experts_weight_on_a_gpu(rows: int, dtype: torch.dtyp
         one = weights[0]
         assert isinstance(one, QuantisedWeight)
         close(quantised_rows(x, weight_table([one])), quantised_linear(x, one, None))
-
-
-@pytest.mark.parametrize(("rows", "dtype"), [(3, torch.bfloat16), (40, torch.float16)])
-def test_experts_in_eight_bits_meet_rows_in_eight_bits_where_there_are_units(
-    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each row rounded with a scale of its own; the adapters' products are not rounded."""
-    monkeypatch.setattr(products, "has_fp8_units", lambda device: True)
-    torch.manual_seed(0)
-    made, narrow = cuda_ops(dtype), 40
-    plain = [torch.randn(narrow, IN).to(dtype).to(DEVICE) for _ in range(EXPERTS)]
-    weights = tuple(made.pack(quantise(w, QuantConfig("FP8")), routed=True) for w in plain)
-    choices = choose_experts(rows)
-    pairs, places = made.pair_up(choices, EXPERTS, None)
-    x = (torch.randn(rows, IN) * torch.rand(rows, 1)).to(dtype).to(DEVICE)
-    got = made.expert_linear(x[pairs.rows], pairs, weights)[places].view(rows, 2, narrow)
-    values, scales = quantise_rows(x)
-    rounded = values.float() * scales
-    for number, experts in enumerate(choices.tolist()):
-        for place, expert in enumerate(experts):
-            weight = weights[expert]
-            assert isinstance(weight, QuantisedWeight)
-            want = weight.values.float() @ rounded[number] * weight.scales.flatten().float()
-            close(got[number, place], want.to(dtype))
-    assert (got.float() - (x.float() @ plain[0].float().T)[:, None]).abs().max() > 0.1, "other experts"

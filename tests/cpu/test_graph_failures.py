@@ -9,21 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_graphs import CPU, Recorder, answers, open_engine
 from tiny_models import make_model
 from torch import Tensor
 
-from manylora.engine.graphs import MOST_FAILURES, DecodeGraphs
-from manylora.engine.inputs import StepInputs
 from manylora.engine.loop import EngineLoop
 from manylora.errors import DeviceLostError, EngineDeadError, RequestError
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device
-from manylora.kernels.spec import BatchLimits
 from manylora.request import Event, Request, SamplingConfig
-
-LIMITS = BatchLimits(1, 8, 64, 4, 2, 2, 8, torch.float32)
 
 
 class Failing(Recorder):
@@ -39,44 +33,6 @@ class Failing(Recorder):
         if error is not None:
             raise error
         return super().__call__(function)
-
-
-def new_graphs(
-    recorder: Recorder, max_graphs: int = 8, limits: BatchLimits = LIMITS, **options: Any
-) -> DecodeGraphs:
-    ops = CudaOps()
-    ops.reserve(limits, CPU)
-    forward = lambda batch: batch.positions[:, None].clone()  # noqa: E731
-    return DecodeGraphs(forward, ops, recorder, CPU, limits, max_graphs, **options)
-
-
-def run(graphs: DecodeGraphs, rows: int) -> list[int] | None:
-    """Of so many rows, which a graph repeats."""
-    ids = list(range(rows))
-    logits = graphs.run(StepInputs(ids, ids, [*ids, rows], [1] * rows, [[5]] * rows, ids, ids))
-    assert logits is None or logits.flatten().tolist() == ids
-    return None if logits is None else ids
-
-
-def test_recording_is_given_up_after_a_few_errors(caplog: pytest.LogCaptureFixture) -> None:
-    recorder = Failing(lambda number: RuntimeError("not permitted") if number > 1 else None)
-    graphs = new_graphs(recorder)
-    assert run(graphs, 1)
-    for _ in range(4):
-        assert run(graphs, 3) is None
-        assert run(graphs, 1), "what was recorded is replayed"
-    assert recorder.tried == 1 + MOST_FAILURES
-    assert caplog.text.count("could not be recorded") == MOST_FAILURES
-    assert "recording has failed" in caplog.text
-
-
-def test_a_shape_is_recorded_when_it_comes_again() -> None:
-    recorder = Recorder()
-    graphs = new_graphs(recorder, plain_uses=2)
-    assert [run(graphs, 3) is None for _ in range(4)] == [True, True, False, False]
-    assert recorder.recorded == 1
-    graphs.warm()
-    assert recorder.recorded == 4, "at start all are recorded at once: 1, 2, 4 and 8 rows"
 
 
 @pytest.fixture(scope="module")

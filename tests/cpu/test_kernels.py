@@ -196,25 +196,6 @@ def test_heads_are_turned_and_stored(
     assert torch.equal(joined, before), "its input was changed"
 
 
-def test_a_cache_in_bfloat16_is_rounded_to_nearest(ops: CpuOps) -> None:
-    """Also ties, infinities, numbers that round to infinity, and NaNs of all bits."""
-    bits = torch.tensor(
-        [0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, 0x7F800001, 1, 0x3F807FFF]
-    )
-    values = torch.cat((bits, bits + 2**31)).to(torch.int32).view(torch.float32)
-    for dim in (16, 11, 5):  # whole vectors and parts of them
-        x = values[:dim].view(1, 1, dim)
-        caches = torch.zeros(2, 1, 1, 1, dim, dtype=torch.bfloat16)
-        batch = AttentionBatch(
-            (0, 1), (1,), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-        )
-        ops.rotate_and_store(x, x, x, None, caches[0], caches[1], batch)
-        for cache in caches:
-            torch.testing.assert_close(
-                cache.view(dim), x.view(dim).bfloat16(), rtol=0, atol=0, equal_nan=True
-            )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 70])
 def test_norms_and_gates_are_those_of_the_reference(ops: CpuOps, rows: int, dtype: torch.dtype) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,55 +53,6 @@ def test_values_are_scaled_and_checked(way: None, size: int) -> None:
     large = np.full(size, 3e38, np.float32)
     assert loading.widen(large, large, np.float32(1)), "it is within float32's range"
     assert not loading.widen(large, large, np.float32(2))
-
-
-@pytest.mark.parametrize("size", [1, 31, 20003])
-def test_bfloat16_is_widened_exactly(way: None, size: int) -> None:
-    stored = narrow_to_bfloat16(numbers(size))
-    bits, target = stored.view(np.uint16), np.empty(size, np.float32)
-    assert loading.widen(target, bits, np.float32(1))
-    np.testing.assert_array_equal(target, widen_bfloat16(stored))
-    assert loading.widen(target, bits, np.float32(3))
-    np.testing.assert_array_equal(target, widen_bfloat16(stored) * np.float32(3))
-    overlapping = np.empty(size, np.float32)
-    rear = overlapping.view(np.uint16)[size:]
-    rear[:] = bits
-    assert loading.widen(overlapping, rear, np.float32(3))
-    np.testing.assert_array_equal(overlapping, target)
-    for bad in (0x7F80, 0xFF80, 0x7FC0, 0xFFFF):
-        broken = bits.copy()
-        broken[-1] = bad
-        assert not loading.widen(target, broken, np.float32(1))
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(("target", "source"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_rows_lie_where_they_belong_and_nowhere_else(
-    compiled: Any, target: str, source: str, threads: int
-) -> None:
-    assert loading.can_lay_out(target, source)
-    rows, kept, expected = [], [], []
-    size = 2 if target == "bfloat16" else 4
-    room = np.full(2**22, 0xAB, np.uint8)
-    at = 6  # not on a line, nor on a multiple of the elements of float32
-    for seed, (experts, rank, into, out, more) in enumerate(SHAPES):
-        values = numbers(experts * rank * (into + out) + more, seed)
-        if source == "bfloat16":
-            values = widen_bfloat16(narrow_to_bfloat16(values))
-        a, b, rest = np.split(values, (experts * rank * into, experts * rank * (into + out)))
-        turned = b.reshape(experts, out, rank).transpose(0, 2, 1)
-        each = a.reshape(experts, -1), turned.reshape(experts, -1), rest.reshape(experts, more // experts)
-        laid = np.concatenate(each, axis=1).ravel()
-        expected.append((at, narrow_to_bfloat16(laid) if size == 2 else laid))
-        kept.append(narrow_to_bfloat16(values) if source == "bfloat16" else values)
-        rows.append((kept[-1].ctypes.data, room.ctypes.data + at, experts, rank, into, out, more))
-        at += size * values.size + 10
-    loading.lay_out(rows, target, source, threads)
-    for start, laid in expected:
-        end = start + laid.nbytes
-        assert room[start:end].tobytes() == laid.tobytes()
-        room[start:end] = 0xAB
-    assert (room == 0xAB).all(), "something was written beside the rows"
 
 
 @pytest.mark.parametrize("pages", [torch.float32, torch.bfloat16, torch.float16])

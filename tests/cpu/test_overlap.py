@@ -14,7 +14,6 @@ from test_graphs import make_world
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.engine.runner import Runner
 from manylora.engine.step import LaunchedStep
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingConfig
 
@@ -127,34 +126,6 @@ def test_a_cancelled_request_ends_and_the_others_go_on(world: tuple[Path, list[L
         one for i, one in enumerate(plain) if i not in gone
     ]
     assert FinishReason.CANCELLED in [overlapped[i][3] for i in gone]
-
-
-def test_the_next_step_is_launched_before_the_tokens_are_seen(
-    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, adapters = world
-    happened: list[str] = []
-    for overlap in (True, False):
-        happened.clear()
-        engine = open_engine(model, overlap)
-        launch, wait = Runner.launch, LaunchedStep.wait
-
-        def launched(*arguments: Any, launch: Any = launch) -> LaunchedStep:
-            happened.append("launch")
-            return launch(*arguments)
-
-        def waited(step: LaunchedStep, wait: Any = wait) -> Any:
-            happened.append("wait")
-            return wait(step)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Runner, "launch", launched)
-            patch.setattr(LaunchedStep, "wait", waited)
-            engine.submit(engine.prepare(Request((3, 4), SamplingConfig(max_tokens=4), adapters[0])))
-            while engine.has_work:
-                engine.step()
-        order = ["launch", "launch", "wait", "launch", "wait", "launch", "wait", "wait"]
-        assert happened == (order if overlap else ["launch", "wait"] * 4)
 
 
 @pytest.mark.parametrize("options", RUNNING_AHEAD)

@@ -23,7 +23,7 @@ from manylora.kernels.quantised import QuantisedWeight
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 PROMPT = "Where is the capital of Egypt? \\nAnswer:"
-DOTS, TILES = FORMS
+DOTS, _ = FORMS
 
 
 @pytest.fixture(params=["emulated", *extended(SIMULATED)])

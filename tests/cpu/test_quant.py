@@ -16,7 +16,7 @@ from manylora.errors import ConfigError
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.device import open_device
-from manylora.kernels.panels import Panels, read_panels, to_panels
+from manylora.kernels.panels import Panels
 from manylora.kernels.quantised import PackedInt4, QuantisedWeight
 from manylora.kernels.reference import ReferenceOps
 from manylora.model.quant import quantise
@@ -201,33 +201,6 @@ def test_keys_and_values_in_float8(dtype: str) -> None:
             alone = llm.generate(prompt, params, japanese, False)
             assert alone.outputs[0].token_ids == outputs[1].outputs[0].token_ids
     assert sizes[0] == sizes[1] * getattr(torch, dtype).itemsize
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 47, 48, 500])
-def test_panels_from_a_file_are_those_of_the_weight(
-    compiled: Any, rows: int, dtype: torch.dtype, monkeypatch
-) -> None:
-    """Read some rows at a time, the last panel with zeros."""
-    monkeypatch.setattr("manylora.kernels.panels.CHUNK_BYTES", 40_000)
-    weight = torch.randn(rows, 130).to(dtype)
-
-    class InFile:
-        shape, streams = (rows, 130), True
-
-        def __init__(self) -> None:
-            self.dtype = dtype
-
-        def read(self, start: int, out: torch.Tensor) -> None:
-            out.copy_(weight[start : start + len(out)])
-
-        def whole(self) -> torch.Tensor:
-            return weight
-
-    width = compiled.panel_width()
-    found, expected = read_panels(compiled, InFile(), width), to_panels(weight, width, 64)
-    assert found is not None and expected is not None
-    assert torch.equal(found.values, expected.values) and found.rows == expected.rows == rows
 
 
 def test_no_group_fits(tmp_path: Path) -> None:

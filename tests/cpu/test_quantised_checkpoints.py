@@ -4,12 +4,9 @@ transformers, as it is and built; and what cannot be read is said."""
 from __future__ import annotations
 
 import json
-import os
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from driver import Driver, agree
@@ -19,14 +16,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
-from manylora.checkpoints.quant.config import read_checkpoint_quant
-from manylora.checkpoints.quant.layouts import CheckpointWeights
 from manylora.cli import main
 from manylora.errors import ConfigError
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
-from manylora.model.safetensors_file import SafetensorsFile
 from manylora.model.weights import load_decoder
 
 
@@ -52,27 +46,6 @@ def test_logits_equal_those_of_the_wide_values(name: str, tmp_path: Path) -> Non
     for ids, found, again in zip(sequences, logits_of(decoder, *sequences), of_built, strict=True):
         assert agree(found, reference_logits(wide, None, ids))
         assert torch.equal(found, again)
-
-
-def errors(quantised: Path, wide: Path, dtype: torch.dtype) -> tuple[float, float]:
-    """Mean squares of what we are off the truth in a narrow dtype, and transformers with the wide values."""
-    ids = tokens(60)
-    truth = reference_logits(wide, None, ids)
-    [found] = logits_of(decoder_of(quantised, dtype), ids)
-    theirs = reference_logits(wide, None, ids, dtype)
-    return float((found - truth).square().mean()), float((theirs - truth).square().mean())
-
-
-def test_in_narrow_dtypes_a_value_is_rounded_twice() -> None:
-    """With its scale, and once more; the zero point is taken off before, when nothing is lost."""
-    for (name, kind), dtype in product(KINDS.items(), (torch.bfloat16, torch.float16)):
-        config = read_checkpoint_quant(kind.config)
-        tensors, wide = kind.pack(np.random.default_rng(7), 96, 64)
-        names = {f"layer.{end}": tensor for end, tensor in tensors.items()}
-        found = CheckpointWeights(config, names).read("layer.weight", 64, names.__getitem__).to(dtype)
-        off = (found.wide().double() - torch.from_numpy(wide)).abs()
-        most = 1.01 * torch.finfo(dtype).eps * torch.from_numpy(wide).abs() + 1e-7
-        assert (off <= most).all(), (name, dtype)
 
 
 @pytest.mark.parametrize("kind", [KINDS["awq"], KINDS["gptq in order"], KINDS["packed 8"]])
@@ -187,15 +160,3 @@ def test_what_is_asked_of_a_checkpoint_must_be_what_it_holds(tmp_path: Path) -> 
         decoder_of(quantised, quant=QuantConfig("W8A16"))
     with pytest.raises(ConfigError, match="needs a checkpoint that was calibrated so"):
         decoder_of(wide, quant=QuantConfig("W4A16_AWQ"))
-
-
-def test_a_file_that_is_no_whole_safetensors_file_is_named(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "llama")
-    file = model / "model.safetensors"
-    with SafetensorsFile(file) as opened:
-        os.truncate(file, file.stat().st_size - 8)
-        with pytest.raises(ConfigError, match=r"model.safetensors is not a readable .* it was cut short"):
-            for name in list(opened.keys()):
-                opened.get_tensor(name)
-    with pytest.raises(ConfigError, match=r"model.safetensors is not a readable safetensors file"):
-        decoder_of(model)

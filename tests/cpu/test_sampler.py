@@ -10,9 +10,8 @@ import pytest
 import torch
 from penalties import Formula, tensorrt_llm, vllm
 
-from manylora.engine import sampler
-from manylora.engine.sampler import NEARLY, UNITS, Sampler, adjust, cut_by_top_p, sample, uniform
-from manylora.engine.sequence import PENDING, Sequence
+from manylora.engine.sampler import adjust, sample, uniform
+from manylora.engine.sequence import Sequence
 from manylora.kernels.device import open_device
 from manylora.kernels.reference import best_tokens
 from manylora.kernels.spec import NOT_FINITE
@@ -173,81 +172,3 @@ def _by_definition(logits: np.ndarray, made: Sequence) -> int:
     cumulated = np.cumsum(probs)
     target = uniform([params.seed or 0], [0], [1]).item() * cumulated[-1]
     return int(order[np.searchsorted(cumulated, target, side="right")])
-
-
-KINDS = [
-    {"repetition_penalty": 1.3, "frequency_penalty": 0.7},
-    {"top_p": 0.9, "top_p_decay": 0.6, "top_p_min": 0.2, "top_p_reset_id": 4, "temperature": 2.0},
-    {"presence_penalty": 0.4, "frequency_penalty": -0.2, "prompt_ignore_length": 2, "top_p": 0.8},
-    {"top_k": 5, "top_p": 0.95, "top_p_decay": 0.9},
-    {"top_p": 0.7, "return_log_probs": True},
-    {"end_id": 3, "min_tokens": 99, "bad_words": ((5,),)},
-    {},
-]
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_a_sampler_that_is_kept_draws_what_new_ones_draw(
-    known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over many steps, whether the host knows the tokens before or only the device does."""
-    monkeypatch.setattr(sampler, "SPARE", 7)  # so that counts are taken from the host again in between
-    vocab, device = 12, torch.device("cpu")
-    made = [sequence(SamplingConfig(seed=i, **kind), (i, 7, 7)) for i, kind in enumerate(KINDS)]  # type: ignore[arg-type]
-    virtual = sequence(SamplingConfig(repetition_penalty=1.5, top_p=0.9), (vocab + 2,))
-    made.append(virtual)  # it has seen no token that has a logit
-    generator = torch.Generator().manual_seed(2)
-    kept = None
-    tokens = torch.full((len(made),), -1)
-    for _ in range(30):
-        logits = torch.randn(len(made), vocab, generator=generator) * 2
-        rows = [(one_sequence, len(one_sequence.tokens)) for one_sequence in made]
-        expected, expected_log_probs = sample(logits.clone(), rows)
-        if not known and kept is not None:
-            for one_sequence in made:
-                one_sequence.tokens[-1] = PENDING
-        if kept is None:
-            kept = Sampler(rows, vocab, device)
-        else:
-            kept.advance([length for _, length in rows], tokens)
-        found, log_probs = kept(logits.clone())
-        assert found.tolist() == expected.tolist()
-        assert torch.equal(log_probs, expected_log_probs)
-        for one_sequence, before, token in zip(made, tokens.tolist(), expected.tolist(), strict=True):
-            if before >= 0:
-                one_sequence.tokens[-1] = before
-            one_sequence.append(token, None)
-            assert not one_sequence.finished
-        tokens = found
-
-
-def _kept(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """By the definition: in descending order, equal ones by their ids."""
-    order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
-    weights = (torch.softmax(logits, dim=-1).double() * UNITS).long()
-    sorted_weights = weights.gather(1, order)
-    needed = (weights.sum(dim=-1, keepdim=True) * (top_p * NEARLY)).ceil()
-    before = sorted_weights.cumsum(dim=-1) - sorted_weights
-    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, order, before < needed) | (top_p == 1)
-
-
-@pytest.mark.parametrize("vocab", [1, 2, 50, 3000])
-def test_top_p_keeps_what_sorting_keeps(vocab: int) -> None:
-    """Of random rows, rows of equal logits, one-hot ones, with infinities, tiny numbers and both zeros."""
-    generator = torch.Generator().manual_seed(vocab)
-    for turn in range(12):
-        logits = torch.randn(10, vocab, generator=generator) * (0.01, 1, 5, 30)[turn % 4]
-        logits[0], logits[1] = 0.0, -torch.inf
-        logits[1, vocab // 2] = 3.0
-        logits[2, 1::2] = -torch.inf
-        logits[3] = 1e-39 * torch.arange(vocab)
-        logits[4, : vocab // 2], logits[4, vocab // 2 :] = -0.0, 0.0
-        logits[5:7] = logits[5:7].round()
-        top_p = torch.rand(10, 1, generator=generator, dtype=torch.float64).clamp(min=1e-9)
-        top_p[turn % 10] = (0.5, 1.0, 1e-9)[turn % 3]
-        found = ~cut_by_top_p(logits, top_p).isneginf()
-        assert torch.equal(found, _kept(logits, top_p) & ~logits.isneginf())
-        assert found.any(dim=-1).all()
-        assert torch.equal(cut_by_top_p(logits[3:4], top_p[3:4])[0], cut_by_top_p(logits, top_p)[3])
-        logits[7], logits[8, 0], logits[9] = torch.nan, torch.inf, -torch.inf  # no index may go astray
-        assert torch.equal(cut_by_top_p(logits, top_p)[:7].isneginf(), ~found[:7])

@@ -15,15 +15,10 @@ from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora.adapters.cache import pool
 from manylora.adapters.catalog import files
-from manylora.adapters.formats.base_weights import BaseWeights
-from manylora.adapters.formats.peft_folder import read_peft_whole
-from manylora.adapters.formats.read_options import ReadOptions
-from manylora.adapters.modules import lora_modules
 from manylora.adapters.tensors import FileAdapter
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.kernels import loading, native
-from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="needs the compiled kernels")
@@ -138,42 +133,3 @@ def test_who_asked_for_a_file_that_changed_is_told_and_nobody_else(
     found = run(engine)
     assert found == {handle: (reference_generate(model, adapters[3], list(PROMPT), NEW), None)}
     engine.close()
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "stored"),
-    [
-        ("llama", {}, True),
-        ("llama", {"use_rslora": True, "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v_proj": 5}}, True),
-        ("llama", {"use_dora": True}, False),
-        ("llama", {"modules_to_save": ["lm_head"]}, False),
-        ("phi3", {"modules": ("qkv_proj", "o_proj")}, True),
-        ("phi3", {"modules": ("gate_up_proj",)}, False),
-        ("gpt-neox", {"modules": ("query_key_value",)}, False),
-    ],
-)
-def test_what_is_not_in_the_file_as_it_is_served_is_not_read_from_there(
-    family: str, options: dict, stored: bool, tmp_path: Path
-) -> None:
-    model = make_model(tmp_path / "model", family)
-    folder = make_adapter(tmp_path / "made", model, **options)
-    modules = lora_modules(read_model_config(model), ())
-    options = ReadOptions(modules, BaseWeights(model))
-    content = read_peft_whole(folder, options)
-    rows, found = content.rows, content.stored
-    assert (found is not None) == stored
-    if found is None:
-        return
-    table = found.table
-    assert [(row.module_id, row.layer, row.format.rank) for row in rows] == table[
-        ["module_id", "layer", "rank"]
-    ].tolist()
-    content = np.fromfile(folder / found.file, np.uint8)
-    for row, place in zip(rows, table, strict=True):
-        module = modules[row.module_id]
-        a, b = (
-            content[start : start + 4 * row.format.rank * dim].view(np.float32)
-            for start, dim in ((place["a"], module.in_dim), (place["b"], module.out_dim))
-        )
-        together = np.concatenate((a, b * np.float32(place["scale"])))
-        np.testing.assert_array_equal(together, row.payload)

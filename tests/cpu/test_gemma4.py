@@ -14,14 +14,11 @@ from running import answers, check_greedy, check_plain_beams, tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_logits
 
-from manylora.adapters.geometry import cache_geometry
-from manylora.adapters.modules import LoraModuleId, lora_modules
 from manylora.adapters.report import BaseModel, inspect_adapter
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import ConfigError
 from manylora.kernels.device import open_device
-from manylora.model.batch import token_numbers
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
@@ -81,27 +78,6 @@ def test_adapters_of_one_batch(model: Path, adapter: Path) -> None:
     for logits, (lora, ids) in zip(found, wanted, strict=True):
         assert agree(logits, reference_logits(model, lora, ids))
     assert not agree(found[0], found[2])
-
-
-def test_sizes_are_those_of_each_layer(model: Path) -> None:
-    config = read_model_config(model)
-    modules = lora_modules(config)
-    q, k, v = (modules[one] for one in (LoraModuleId.ATTN_Q, LoraModuleId.ATTN_K, LoraModuleId.ATTN_V))
-    out, down = modules[LoraModuleId.ATTN_DENSE], modules[LoraModuleId.MLP_4H_TO_H]
-    geometry = cache_geometry(modules.values(), config.num_layers, 8, 64)
-    if config.kv_sources:  # layers 3 and 4 read keys and values of layer 1, and have a wider MLP
-        assert config.kv_shapes == ((2, 2, 24), (2, 1, 40), (2, 2, 24))
-        assert [q.at(layer).out_dim for layer in range(5)] == [96, 160, 96, 160, 160]
-        assert k.layers == {0, 1, 2} and v.layers == {0, 2} and down.layers is None
-        assert [down.at(layer).in_dim for layer in range(5)] == [96] * 3 + [192] * 2
-        return
-    assert config.kv_shapes == ((2, 2, 24), (2, 1, 40), (2, 1, 40))
-    assert token_numbers(config) == 2 * (48 + 40 + 40)
-    assert [q.at(layer).out_dim for layer in range(3)] == [96, 160, 160]
-    assert [k.at(layer).out_dim for layer in range(3)] == [48, 40, 40]
-    assert v.layers == modules[LoraModuleId.ATTN_QKV].layers == {0} and q.layers is None
-    assert [out.at(layer).in_dim for layer in range(3)] == [96, 160, 160]
-    assert geometry.page_width == 64 + (5 if config.moe else 40)  # a router, or the smallest key heads
 
 
 def test_an_adapter_of_values_that_are_keys_is_refused(model: Path, adapter: Path, tmp_path: Path) -> None:

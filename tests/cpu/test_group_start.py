@@ -17,9 +17,8 @@ from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.doors.triton.launcher.processes import free_port
 from manylora.errors import ConfigError
-from manylora.kernels import device
 from manylora.ranks.rank_info import RankInfo, ends_with_launcher, find_rank, started_rank
-from manylora.ranks.rendezvous import check_identity, from_values, identity, interface_towards, to_values
+from manylora.ranks.rendezvous import check_identity, from_values, identity, to_values
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -133,22 +132,3 @@ def test_two_processes_that_a_launcher_has_started_are_one_engine() -> None:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], log
     assert json.loads(answer) and not nothing
-
-
-def test_the_interface_towards_an_address() -> None:
-    assert interface_towards("127.0.0.1") == "lo"
-    assert interface_towards("no such host") is None
-
-
-@pytest.mark.parametrize(
-    ("name", "found", "opened"), [("auto", False, "cpu"), ("auto", True, "cuda:1"), ("cpu", True, "cpu")]
-)
-def test_the_device_of_a_rank(name: str, found: bool, opened: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_has_gpu", lambda: found)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert device.device_of_rank(name, 1, 2) == opened
-    if found and name == "auto":
-        with pytest.raises(ConfigError, match="3 ranks on this host need a GPU each, and it has 2"):
-            device.device_of_rank(name, 1, 3)
-    with pytest.raises(ConfigError, match="say cuda, and choose with CUDA_VISIBLE_DEVICES"):
-        device.device_of_rank("cuda:0", 1, 2)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from driver import agree
 from running import check_beams, check_greedy, read, run, tokens
 from safetensors.torch import load_file, save_file
@@ -18,28 +17,10 @@ from tiny_models import make_adapter, make_model, reference_logits
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import ConfigError
-from manylora.kernels.spec import AttentionBatch
 from manylora.model.checkpoint import read_model_config
-from manylora.model.decoder import in_chunks
 from manylora.request import Request, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def test_a_step_is_cut_at_the_borders_of_chunks() -> None:
-    """Blocks of 2 tokens, chunks of 4: a prompt from position 3 to 9, and one token at position 5."""
-    table = torch.tensor([[10, 11, 12, 13, 14], [20, 21, 22, 0, 0]], dtype=torch.int32)
-    batch = AttentionBatch([0, 6, 7], [9, 6], table, torch.arange(7))
-    kv = torch.zeros(1, 2, 30, 2, 1, 1)
-    found, same = in_chunks(batch, 4, kv)
-    assert (found.query_starts, found.kv_lens) == ([0, 1, 5, 6, 7], [4, 4, 1, 2])
-    assert found.block_table.tolist() == [[10, 11], [12, 13], [14, 14], [22, 0]]
-    assert same.shape == kv.shape
-    assert in_chunks(batch, 9, kv)[0] is batch
-    found, halves = in_chunks(batch, 5, kv)  # chunks that end within a block
-    assert halves.shape == (1, 2, 60, 1, 1, 1)
-    assert (found.query_starts, found.kv_lens) == ([0, 2, 6, 7], [5, 4, 1])
-    assert found.block_table.tolist()[1][:4] == [25, 26, 27, 28]
 
 
 @pytest.mark.parametrize("family", ["llama4", "llama4-interleaved"])

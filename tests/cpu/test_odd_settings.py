@@ -11,19 +11,10 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, agree
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from pooled_adapters import logits, make_classifier, near
-from running import pooled, read, tokens
-from test_encoders import ask, engine_of, make_encoder, prompt
-from tiny_models import load_transformers, make_adapter, make_model, reference_logits
-from transformers import AutoModel, AutoModelForSequenceClassification
+from running import read, tokens
+from tiny_models import make_adapter, make_model, reference_logits
 
-from manylora.adapters.formats.read_options import ReadOptions
-from manylora.adapters.formats.sources import find_source, read_lora
-from manylora.adapters.modules import lora_modules
-from manylora.doors.python.llm_args import LoraConfig as OurLoraConfig
-from manylora.doors.python.options import engine_config
-from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
@@ -99,57 +90,3 @@ def test_an_adapter_in_several_files(qwen: Path, tmp_path: Path) -> None:
     (adapter / "adapter_model.safetensors.index.json").write_text("{}")
     with pytest.raises(AdapterInvalidError, match=r"index\.json: an adapter in several files is not read"):
         read(adapter, qwen, 1)
-
-
-def test_prompts_on_falcon_h1_with_a_multiplier_are_refused(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "falcon-h1", seed=5)
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    get_peft_model(load_transformers(model), config).save_pretrained(tmp_path / "own")
-    with pytest.raises(AdapterInvalidError, match="Falcon-H1 with embedding_multiplier"):
-        read(tmp_path / "own", model, 1)
-
-
-def random_lora(path: Path, model: Any, **options: Any) -> Any:
-    torch.manual_seed(3)
-    found = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", **options))
-    with torch.no_grad():
-        for parameter in found.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(torch.randn_like(parameter) * 0.2)
-    found.save_pretrained(path)
-    assert any("pooler" in name for name, one in found.named_parameters() if one.requires_grad)
-    return found.eval()
-
-
-def test_all_linear_has_the_pooler_of_bert(tmp_path: Path) -> None:
-    """A head of one layer reads it, whether the adapter's or the base's."""
-    base = make_encoder(tmp_path / "base", "bert", "AutoModelForSequenceClassification", num_labels=3)
-    own = make_classifier(tmp_path / "own", base, 5, 1, target_modules="all-linear")
-    plain = AutoModelForSequenceClassification.from_pretrained(base, dtype=torch.float32)
-    other = random_lora(tmp_path / "other", plain, exclude_modules=["classifier"])
-    x = prompt(20, 1)
-    loras = [read(tmp_path / name, base, number) for number, name in enumerate(("own", "other"), 1)]
-    found = pooled(engine_of(base), *(ask(x, head=True, lora=lora) for lora in loras))
-    assert near(found[0], logits(own, x))
-    assert near(found[1], logits(other, x))
-
-
-def test_nothing_reads_the_pooler_of_roberta(tmp_path: Path) -> None:
-    base = make_encoder(tmp_path / "base", "roberta")
-    adapted = random_lora(tmp_path / "own", AutoModel.from_pretrained(base, dtype=torch.float32))
-    x = prompt(20, 1)
-    [found] = pooled(engine_of(base), ask(x, "all", lora=read(tmp_path / "own", base, 1)))
-    with torch.inference_mode():
-        assert near(found, adapted(torch.tensor([x])).last_hidden_state[0].numpy())
-
-
-def test_messages_name_the_module_and_what_limits_it(qwen: Path, tmp_path: Path) -> None:
-    adapter = make_adapter(tmp_path / "own", qwen, modules=("o_proj", "up_proj"))
-    modules = lora_modules(read_model_config(qwen), ("attn_q",))
-    words = r"0\.mlp\.up_proj: lora module mlp_gate not enabled .*: lora_target_modules allows only attn_q;"
-    with pytest.raises(AdapterInvalidError, match=words):
-        read_lora(find_source(adapter), 1, ReadOptions(modules=modules))
-    lora = OurLoraConfig(lora_ckpt_source="nemo", lora_dir=[str(adapter)])
-    words = "an adapter of PEFT, no NeMo checkpoint: leave lora_ckpt_source out"
-    with pytest.raises(ConfigError, match=words):
-        engine_config(qwen, {"lora_config": lora})

@@ -1,31 +1,26 @@
-"""Protects the adapters of several ranks: what each holds in its pages, and that an adapter takes the same
-pages on all of them, so that one rank can decide for the others."""
+"""Protects what several ranks cannot share, an adapter or a quantised weight: it is refused with its reason.
+What they share is compared by logits: test_parallel_model.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import peft
 import pytest
 import torch
 from tiny_models import make_adapter, make_model, make_tuned
 
 from manylora.adapters.cache.store import AdapterStore
-from manylora.adapters.modules import lora_modules
-from manylora.adapters.tensors import AdapterRow, lora_input
 from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels.quantised import QuantisedWeight
-from manylora.kernels.row_format import RowFormat
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.ranks.adapters import AdapterSlicer
 from manylora.ranks.mapping import Mapping
-from manylora.request import LoraExtra, LoraInput
+from manylora.request import LoraInput
 
 RANKS = [Mapping(4, rank, 2, 2) for rank in range(4)]
 
@@ -35,19 +30,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     """3 layers: 2 and 1 of the stages."""
     folder = tmp_path_factory.mktemp("parts") / "model"
     return read_model_config(make_model(folder, "qwen2", num_hidden_layers=3))
-
-
-def adapter(model: ModelConfig, task_id: int, layers: Sequence[int], rank: int = 6) -> LoraInput:
-    values, rows = np.random.default_rng(task_id), []
-    for layer in layers:
-        for module_id, module in lora_modules(model).items():
-            if module.counted and module.is_on(layer):
-                payload = values.normal(size=module.row_elements(RowFormat(rank))).astype(np.float32)
-                rows.append(AdapterRow(module_id, layer, RowFormat(rank), payload))
-    keys = {"layers.0.attn_k.bias": model.kv_size}
-    names = {"layers.2.attn_dense.bias": 64, **keys, "norm.weight": 64}
-    extras = [LoraExtra(name, values.normal(size=n).astype(np.float32)) for name, n in names.items()]
-    return lora_input(task_id, rows, extras)
 
 
 def test_one_that_cannot_be_divided_is_skipped_at_start(
@@ -67,13 +49,6 @@ def test_one_that_cannot_be_divided_is_skipped_at_start(
     with pytest.raises(AdapterInvalidError, match="cuts groups of 32 apart"):
         store.acquire(LoraInput(1), store.prepare(LoraInput(1)))
     store.close()
-
-
-@pytest.mark.parametrize("algo", ["W8A16", "W4A16", "FP8", "W4A8", "W8A8"])
-def test_some_inputs_of_a_quantised_weight(algo: str) -> None:
-    weight = quantise(torch.randn(8, 128), QuantConfig(algo))
-    assert torch.equal(weight.columns(range(64, 128)).wide(), weight.wide()[:, 64:])
-    assert weight.columns(range(128)) is weight
 
 
 def test_inputs_that_cannot_be_shared_are_refused() -> None:

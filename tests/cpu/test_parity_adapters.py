@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import tarfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from driver import agree
 from running import answers, check_greedy, run, tokens
 from safetensors.torch import load_file, save_file
-from tiny_configs import VOCAB
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_logits
 
 from manylora.adapters.cache.store import AdapterStore
@@ -114,73 +111,6 @@ def test_every_kind_in_one_batch(family: str, workshop: Path) -> None:
     assert ranks >= {1, 2, 3, 4, 5, 6, 9, 11, 17, 512}
     for i, (adapter, found) in enumerate(zip(adapters, mixed_logits(model, inputs), strict=True)):
         assert agree(found, reference_logits(model, adapter, tokens(20, i))), ["base", *KINDS][i]
-
-
-def make_phi3_twin(path: Path, model: Path) -> Path:
-    """The same Llama as a Phi-3, whose checkpoint fuses q, k, v and gate, up."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    config, old = read_model_config(model), load_file(model / "model.safetensors")
-    twin = Phi3ForCausalLM(
-        Phi3Config(
-            vocab_size=VOCAB,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            max_position_embeddings=config.max_position_embeddings,
-            original_max_position_embeddings=config.max_position_embeddings,
-            rms_norm_eps=config.norm_eps,
-            pad_token_id=0,
-        )
-    )
-    new = {}
-    for name in twin.state_dict():
-        if "qkv_proj" in name:
-            new[name] = torch.cat([old[name.replace("qkv", n)] for n in "qkv"])
-        elif "gate_up" in name:
-            new[name] = torch.cat([old[name.replace("gate_up", n)] for n in ("gate", "up")])
-        else:
-            new[name] = old[name]
-    twin.load_state_dict(new)
-    twin.save_pretrained(path)
-    return path
-
-
-def write_nemo(folder: Path, adapter: Path) -> Path:
-    """A PEFT adapter of qkv_proj with scale 1 as NeMo writes it."""
-    state = {}
-    for key, value in load_file(adapter / "adapter_model.safetensors").items():
-        name = key.replace("self_attn.qkv_proj", "self_attention.adapter_layer.lora_kqv_adapter")
-        state[name.replace("lora_A", "linear_in").replace("lora_B", "linear_out")] = value
-    folder.mkdir()
-    torch.save(state, folder / "model_weights.ckpt")
-    with tarfile.open(folder / "adapter.nemo", "w") as archive:
-        archive.add(folder / "model_weights.ckpt", "./model_weights.ckpt")
-    return folder
-
-
-def test_fused_modules(workshop: Path) -> None:
-    model = make_model(workshop / "llama", "llama", seed=9)
-    twin = make_phi3_twin(workshop / "phi3", model)
-    fused = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    adapters = [
-        make_adapter(workshop / "fused", twin, 1, rank=7, modules=fused),
-        make_adapter(workshop / "fused-dora", twin, 2, rank=5, modules=fused, use_dora=True),
-        make_adapter(workshop / "fused-rank", twin, 3, rank=96, modules=("gate_up_proj",), use_rslora=True),
-        make_adapter(workshop / "fused-qkv", twin, 4, rank=8, modules=("qkv_proj",), alpha=8),
-    ]
-    inputs = [LoraInput(i, *read_adapter_folder(a, BaseWeights(twin))) for i, a in enumerate(adapters)]
-    for i, (adapter, found) in enumerate(zip(adapters, mixed_logits(model, inputs), strict=True)):
-        assert agree(found, reference_logits(twin, adapter, tokens(20, i)))
-    nemo = write_nemo(workshop / "nemo", adapters[3])
-    for one, other in zip(read_adapter_folder(nemo), read_adapter_folder(adapters[3]), strict=True):
-        np.testing.assert_array_equal(one, other)
-    with pytest.raises(
-        AdapterInvalidError, match=r"the base model has no model\.layers\.0\S+qkv_proj\.weight"
-    ):
-        read_adapter_folder(adapters[1], BaseWeights(model))
 
 
 def test_greedy_tokens_of_lora_dora_and_base_in_one_engine(workshop: Path) -> None:

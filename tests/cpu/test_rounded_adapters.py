@@ -16,7 +16,7 @@ from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.products import DOTS
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.row_format import Encoding, RowFormat
+from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
 from manylora.system.processor import read_features
 
@@ -92,34 +92,3 @@ def test_a_row_has_the_same_bits_in_any_company(ops: CompiledOps, inputs: int) -
             rows = slice(segment.start + start, segment.start + stop)
             alone = LoraBatch(batch.pool, (LoraSegment(0, stop - start, segment.rows),))
             assert torch.equal(apply(ops, alone, x[rows], y[rows]), whole[rows]), (start, stop)
-
-
-def test_nothing_else_rounds(ops: CompiledOps) -> None:
-    """Narrow layers, float32 pages, 8-bit rows, models in float32: the bits of kernels that do not round."""
-    plain = CompiledOps(ops._library)
-    torch.manual_seed(0)
-    for inputs, dtype in ((96, torch.bfloat16), (160, torch.float32)):
-        batch = make_batch(inputs, [1, 30], [8, 8])
-        batch = LoraBatch(batch.pool.to(dtype), batch.segments)
-        x, y = torch.randn(33, inputs), torch.randn(33, sum(WIDTHS))
-        assert torch.equal(apply(ops, batch, x, y), apply(plain, batch, x, y))
-    row = {(0, 0): LoraRow(0, RowFormat(4, encoding=Encoding.FLOAT8, scale=0.5))}
-    codes = torch.randint(0, 64, (4 * (160 + WIDTHS[0]),)).to(torch.uint8)
-    eight = LoraBatch(codes.view(torch.bfloat16), (LoraSegment(0, 20, row),))
-    x, y = torch.randn(20, 160), torch.randn(20, sum(WIDTHS))
-    assert torch.equal(apply(ops, eight, x, y), apply(plain, eight, x, y))
-    batch = make_batch(160, [12], [8])
-    assert not torch.equal(apply(ops, batch, x, y), apply(plain, batch, x, y))
-    ops.compute_in(torch.float32)
-    assert torch.equal(apply(ops, batch, x, y), apply(plain, batch, x, y))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_so_in_its_row_only(ops: CompiledOps, value: float) -> None:
-    batch = make_batch(160, [12], [8])
-    x, y = torch.randn(14, 160), torch.randn(14, sum(WIDTHS))
-    whole = apply(ops, batch, x, y)
-    x[7, 40] = value
-    found = apply(ops, batch, x, y)
-    others = [row for row in range(14) if row != 7]
-    assert not torch.isfinite(found[7]).any() and torch.equal(found[others], whole[others])

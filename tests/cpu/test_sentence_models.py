@@ -171,15 +171,6 @@ def test_qwen3_reranker(named: str, tied: bool, tmp_path: Path) -> None:
             llm.classify("a", lora_request=head)
 
 
-def test_tokens_of_a_score_that_are_none(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "qwen3", seed=5)
-    raw = json.loads((model / "config.json").read_text())
-    for wrong, words in ((["no", "y"], "not one of its tokens"), (["n"], "must be two tokens")):
-        (model / "config.json").write_text(json.dumps({**raw, "classifier_from_token": wrong}))
-        with pytest.raises(ConfigError, match=words):
-            LLM(model, device="cpu", dtype="float32")
-
-
 def test_settings_of_sentence_bert(tmp_path: Path) -> None:
     """Texts in lower case, and at most 12 tokens unless a larger limit is given."""
     model = make_model(tmp_path / "model", "qwen3", seed=4)

@@ -251,27 +251,6 @@ def test_an_adapter_is_written_beside_the_steps_of_the_others(
     np.testing.assert_array_equal(on_device(store, early), adapter(1).weights[0])
 
 
-def test_the_map_has_every_page_in_use_once_and_counts_hits(model: ModelConfig) -> None:
-    store = open_store(model, 4, 2)
-    leases = [take(store, adapter(task_id)) for task_id in (1, 2, 3)]
-    assert store.admit(leases[0]) and store.admit(leases[1])
-    again = take(store, LoraInput(1))
-    found = store.map()
-    assert (found.host_pages, found.device_pages) == (4, 2)
-    told = {one.names: one for one in found.adapters}
-    assert set(told) == {("1",), ("2",), ("3",)}
-    assert sorted(run for one in found.adapters for run in one.host) == [(0, 1), (1, 2), (2, 3)]
-    assert sorted(run for one in found.adapters for run in one.device) == [(0, 1), (1, 2)]
-    assert [(told[(name,)].in_use, told[(name,)].hits) for name in "123"] == [(1, 1), (1, 0), (0, 0)]
-    assert store.stats().device_hits == 1
-    for lease in (*leases[:2], again):
-        store.release(lease)
-    assert store.admit(leases[2])  # the one released longest ago, task 1, gives way
-    gone = [(one.names, one.level) for one in store.map().changes if not one.loaded]
-    assert gone == [(("1",), "device")]
-    store.check()
-
-
 def write_peft(folder: Path, seed: int, kind: type = np.float32) -> None:
     rng = np.random.default_rng(seed)
     made = {}

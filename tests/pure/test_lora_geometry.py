@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from manylora.adapters.cache.cache import AdapterCache
@@ -132,38 +130,3 @@ def test_the_one_released_longest_ago_goes_first() -> None:
     store(cache, "c", 1)
     assert cache.on_host("a")
     assert not cache.on_host("b")
-
-
-def test_what_others_wait_for_leaves_the_host_only_by_force() -> None:
-    cache = AdapterCache(2, 2)
-    store(cache, "a", 1)
-    store(cache, "b", 1)
-    assert cache.host_victims(1, {"a"}, force=False) == ["b"]
-    assert cache.host_victims(1, {"a", "b"}, force=False) is None
-    assert cache.host_victims(1, {"a", "b"}, force=True) == ["a"]
-
-
-def test_random_traffic_adds_up() -> None:
-    random.seed(0)
-    cache, pins = AdapterCache(20, 9), {}
-    sizes = {str(i): 1 + i % 4 for i in range(12)}
-    for _ in range(4000):
-        name = random.choice(list(sizes))
-        if name in pins:
-            cache.device.unpin(name)
-            cache.host.unpin(name)
-            del pins[name]
-        else:
-            try:
-                if not cache.on_host(name):
-                    store(cache, name, sizes[name])
-                if not cache.on_device(name):
-                    cache.load(name, None)
-            except AdapterCacheFullError:
-                assert pins, "an empty cache refused"
-                continue
-            cache.host.pin(name)
-            cache.device.pin(name)
-            pins[name] = True
-        cache.check()
-        assert all(cache.on_device(pinned) for pinned in pins)

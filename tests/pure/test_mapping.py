@@ -1,4 +1,4 @@
-"""Protects who has what: ranks, stages, experts and tokens in TensorRT-LLM's order, and the errors of sizes
+"""Protects who has what: the order of ranks, which is TensorRT-LLM's, and the errors of sizes
 that cannot be shared."""
 
 from __future__ import annotations
@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from manylora.adapters.modules import LoraModuleId, lora_modules
 from manylora.config.blocks import AltUpConfig, ConvConfig, DeltaConfig, LayerShape, Mamba2Config
 from manylora.config.model import EncoderConfig, ModelConfig, MoeConfig
 from manylora.errors import ConfigError
-from manylora.ranks.mapping import Mapping, check_mapping, layers_of_stage, rank_config
+from manylora.ranks.mapping import Mapping, check_mapping
 
 LLAMA = ModelConfig("LlamaForCausalLM", 130, 64, 96, 5, 8, 2, 8, 64, 1e-6, 1e4, "float32")
 MOE = MoeConfig(8, 2, 48, True, frozenset({1, 2, 3, 4}), shared_intermediate_size=32)
@@ -35,16 +34,6 @@ def test_the_order_of_ranks() -> None:
     assert [m.is_first_stage for m in ranks] == [True] * 4 + [False] * 4
     assert [m.is_last_stage for m in ranks] == [False] * 4 + [True] * 4
     assert ranks[6].at(1) == ranks[1]
-
-
-def test_shares_cover_everything_once() -> None:
-    ranks = [Mapping(4, rank, 4) for rank in range(4)]
-    assert [len(m.vocabulary(130)) for m in ranks] == [33, 33, 32, 32]
-    assert [token for m in ranks for token in m.vocabulary(130)] == list(range(130))
-    stages = [Mapping(4, rank, 1, 4) for rank in range(4)]
-    assert [list(m.stage_layers(5)) for m in stages] == [[0, 1], [2], [3], [4]]
-    experts = [list(Mapping(4, rank, 4, 1, 2).experts(8)) for rank in range(4)]
-    assert experts == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
 
 
 @pytest.mark.parametrize(
@@ -106,30 +95,3 @@ def test_models_that_cannot_be_shared(model: ModelConfig, mapping: Mapping, mess
     with pytest.raises(ConfigError, match=message):
         check_mapping(model, mapping)
     check_mapping(model, Mapping())
-
-
-def test_stages_of_an_encoder_and_a_decoder() -> None:
-    """Each has some layers of both stacks, the first ones more."""
-    model = replace(LLAMA, num_layers=8, encoder=EncoderConfig(3, 0))
-    stages = [Mapping(2, rank, 1, 2) for rank in range(2)]
-    assert [layers_of_stage(model, one) for one in stages] == [(0, 1, 3, 4, 5), (2, 6, 7)]
-    parts = [rank_config(model, one) for one in stages]
-    assert [one.encoder.num_layers for one in parts] == [2, 1]  # type: ignore[union-attr]
-    assert [one.kv_layers for one in parts] == [3, 2]
-    cross = [lora_modules(one)[LoraModuleId.CROSS_ATTN_Q].layers for one in parts]
-    assert cross == [{2, 3, 4}, {1, 2}]
-
-
-def test_the_model_of_a_rank() -> None:
-    windows = (4, None, 4, None, 4)
-    model = replace(LLAMA, moe=MOE, sliding_windows=windows, unrotated_layers=frozenset({1, 4}))
-    local = rank_config(model, Mapping(8, 6, 4, 2, 2))  # stage 1: layers 3 and 4
-    assert (local.num_layers, local.num_heads, local.num_kv_heads, local.head_dim) == (2, 2, 1, 8)
-    assert (local.vocab_size, local.hidden_size) == (130, 64)
-    assert local.sliding_windows == (None, 4)
-    assert local.unrotated_layers == {1}
-    assert local.moe == replace(
-        MOE, num_experts=4, intermediate_size=24, shared_intermediate_size=8, layers=frozenset({0, 1})
-    )
-    assert rank_config(model, Mapping(8, 0, 4, 2, 2)).moe.layers == {1, 2}  # type: ignore[union-attr]
-    assert rank_config(model, Mapping()) is model

@@ -85,6 +85,7 @@ def decoded(**tensors: object) -> Request:
         ({"retention_token_range_durations_ms": [5]}, "must have one length, got 0, 0, 0 and 1"),
         ({"retention_token_range_starts": [5]}, "must have one length, got 1, 0, 0 and 1"),
         ({"bad_words_list": [5]}, r"^Invalid format for word list\. bad_words_list must have"),
+        ({"stop_words_list": [[5], [2]]}, r"^Invalid format for word list\. stop_words_list must have"),
         ({"min_length": -1}, r"min_length \(min_tokens\) must be >= 0, got -1"),
     ],
 )

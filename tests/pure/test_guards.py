@@ -104,28 +104,6 @@ def test_impossible_shapes_become_stand_ins_and_others_stay(monkeypatch, native:
         assert made.read(shape, data).shape == shape_guard.STAND_IN
 
 
-def test_the_client_hears_which_input_it_was() -> None:
-    def tensor(name: str, shape: list[int], array: np.ndarray | None) -> SimpleNamespace:
-        def as_numpy() -> np.ndarray:
-            if array is None:
-                raise TypeError("no such dtype in NumPy")
-            return array
-
-        return SimpleNamespace(name=lambda: name, shape=lambda: shape, as_numpy=as_numpy)
-
-    ids = tensor("input_ids", [1, 2], np.ones((1, 2)))
-    wide = tensor("lora_weights", [1, 2, 2], None)
-    read = shape_guard.read_inputs([ids, wide], lambda tensor: np.zeros(tensor.shape()))
-    assert {name: array.shape for name, array in read.items()} == {
-        "input_ids": (1, 2),
-        "lora_weights": (1, 2, 2),
-    }
-    for array in (np.empty(shape_guard.STAND_IN), None):
-        bad = tensor("lora_weights", [1, 2**32, 2**32], array)
-        with pytest.raises(RequestError, match="input lora_weights has the impossible shape"):
-            shape_guard.read_inputs([ids, bad], lambda _: pytest.fail("was read"))
-
-
 CORE = """
 #include <string.h>
 #include <stdint.h>

@@ -13,7 +13,6 @@ import httpx2
 import pytest
 from serving import DEMO, Running
 
-from manylora.generation.guides import closed
 from manylora.generation.tokenizer import Tokenizer
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
@@ -251,32 +250,6 @@ def test_other_apis_name_a_wrong_guide_by_their_own_fields(server: Running) -> N
     assert wrong["param"] == "text.format" and wrong["message"].startswith("text.format is not a valid")
     chat = server.post("/api/chat", model="demo", messages=QUESTION, format=NOTHING)
     assert chat.status_code == 400 and chat.json()["error"].startswith("format is not a valid")
-
-
-ITEM = {"type": "object", "properties": {"a": {"type": "string"}}}
-CLOSED_ITEM = {**ITEM, "additionalProperties": False}
-
-
-@pytest.mark.parametrize(
-    ("schema", "wanted"),
-    [
-        (ITEM, CLOSED_ITEM),
-        ({"type": "object"}, {"type": "object"}),
-        ({**ITEM, "additionalProperties": True}, {**ITEM, "additionalProperties": True}),
-        ({"anyOf": [ITEM, {"type": "null"}]}, {"anyOf": [CLOSED_ITEM, {"type": "null"}]}),
-        ({"items": ITEM, "$defs": {"x": ITEM}}, {"items": CLOSED_ITEM, "$defs": {"x": CLOSED_ITEM}}),
-        (
-            {"properties": {"items": ITEM}},
-            {"properties": {"items": CLOSED_ITEM}, "additionalProperties": False},
-        ),
-        ({"enum": [ITEM]}, {"enum": [ITEM]}),
-        ({"allOf": [ITEM, {"properties": {"b": {}}}]}, {"allOf": [ITEM, {"properties": {"b": {}}}]}),
-        ({**ITEM, "anyOf": [ITEM]}, {**ITEM, "anyOf": [ITEM]}),
-        (True, True),
-    ],
-)  # fmt: skip
-def test_objects_that_list_their_keys_have_no_others(schema: Any, wanted: Any) -> None:
-    assert closed(schema) == wanted
 
 
 LEAST, MOST = {"minimum": -9 * 10**18}, {"maximum": 9 * 10**18}

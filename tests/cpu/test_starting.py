@@ -66,13 +66,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def command(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "manylora.cli", *arguments],
-        capture_output=True, text=True, check=False, timeout=120, env=os.environ | settings,
-    )  # fmt: skip
-
-
 MISTAKES: list[tuple[str, str, list[str]]] = [
     ("a typing error", "serve {m}/goood", ["{m}/goood does not exist", "did you mean {m}/good?"]),
     ("a path that ends early", "serve {m}/x/y/z", ["does not exist", "of its path there is only {m}"]),

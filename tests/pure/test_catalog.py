@@ -1,11 +1,9 @@
-"""Protects the catalog's tables: many threads at once, ids that never come back, files that change; names:
-they mean the same for everybody and are found again after a restart."""
+"""Protects the catalog's tables: ids that never come back, files that change; names: they mean the same for
+everybody and are found again after a restart."""
 
 from __future__ import annotations
 
 import random
-import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,48 +29,6 @@ PIECES = [*BASES, *PATHS, "a", "b", "x", "+", ":", ":", "/", ".", "@2", "..", LA
 @pytest.fixture
 def catalog(tmp_path: Path) -> AdapterLibrary:
     return AdapterLibrary(None, folders=AdapterFolders(catalog=tmp_path))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def nervous():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("nervous")
-def test_new_names_from_many_threads_while_names_are_looked_up(
-    catalog: AdapterLibrary, tmp_path: Path
-) -> None:
-    names = [f"a{i}" for i in range(1500)]
-    for name in names:
-        (tmp_path / name).mkdir()
-    first, ids, failures, done = catalog.id_of("a0", None), {}, [], threading.Event()
-
-    def look() -> None:
-        try:
-            while not done.is_set():
-                assert catalog.name_of(first) == "a0"
-        except Exception as error:
-            failures.append(error)
-
-    def ask(part: int) -> None:
-        for name in names[part::4] + names[: 100 * part]:
-            ids.setdefault(name, set()).add(catalog.id_of(name, None))
-
-    looking = [threading.Thread(target=look) for _ in range(2)]
-    asking = [threading.Thread(target=ask, args=(part,)) for part in range(4)]
-    for thread in looking + asking:
-        thread.start()
-    for thread in asking:
-        thread.join()
-    done.set()
-    for thread in looking:
-        thread.join()
-    assert not failures
-    assert len(set.union(*ids.values())) == len(names) == sum(map(len, ids.values()))
-    assert all(catalog.name_of(min(ids[name])) == name for name in names)
 
 
 def test_ids_without_number_for_one_adapter_are_forgotten_in_time(catalog: AdapterLibrary) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,7 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from manylora.adapters.catalog.names import Aliases
-from manylora.doors.fleet.member import (
-    RemoteRequest,
-    RemoteResponse,
-    answer,
-    fleet_status,
-    merge_metrics,
-    whole_answer,
-)
+from manylora.doors.fleet.member import RemoteRequest, answer, merge_metrics, whole_answer
 from manylora.doors.fleet.options import parse_options, read_args
 from manylora.doors.fleet.routing import requested_adapter
 from manylora.errors import ConfigError
@@ -157,19 +149,3 @@ def test_closing_the_answer_is_seen_as_a_client_that_left() -> None:
 )
 def test_the_adapter_that_is_asked_for(fields: dict[str, Any], adapter: str | None) -> None:
     assert requested_adapter(fields, ("base",), Aliases({"short": "long"})) == adapter
-
-
-def point(number: int, tokens: float, waiting: int, slow: float | None) -> dict[str, Any]:
-    times = dict.fromkeys(("ttft_p50_ms", "ttft_p95_ms", "latency_p50_ms", "latency_p95_ms"), slow)
-    rates = {"tokens_per_s": tokens, "requests_per_s": 0.5, "running": 1, "waiting": waiting}
-    return {"number": number, **rates, **times}
-
-
-def status(replicas: dict[str, list[dict[str, Any]]], after: int = 0) -> dict[str, Any]:
-    answers = []
-    for name, points in replicas.items():
-        last = {key: value for key, value in point(0, 1, 0, None).items() if key not in ("number", "running")}
-        body = {"counts": {"device": 1}, "points": points, "last_minute": last, "adapters": []}
-        answers.append(RemoteResponse(name, 200, [], json.dumps(body).encode()))
-    report = {"pid": 1, "capacity": 4, "running": 0, "waiting": 0}
-    return fleet_status(answers, dict.fromkeys(replicas, report), {"RUNNING": 2}, 2001.0, after)

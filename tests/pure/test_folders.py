@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from manylora.system import folders
-from manylora.system.folders import hold, make_temporary, remove_temporary, remove_unless_held
+from manylora.system.folders import make_temporary, remove_temporary
 
 MAKES = (
     "from manylora.system.folders import make_temporary\n"
@@ -58,18 +57,6 @@ def test_a_killed_process_leaves_what_the_next_one_removes(base: Path) -> None:
     assert not list(base.iterdir())
 
 
-def test_a_fork_does_not_remove_the_folders_of_its_parent(base: Path) -> None:
-    code = (
-        "import os, sys\n"
-        "child = os.fork()\n"
-        "if child: os.waitpid(child, 0); print(made.is_dir(), made.joinpath('file').is_file(), flush=True)\n"
-    )
-    with another(code) as process:
-        said, _ = process.communicate(timeout=60)
-    assert said.splitlines()[2:] == ["True True"]
-    assert not list(base.iterdir())
-
-
 def test_what_is_not_abandoned_by_this_user_stays(base: Path) -> None:
     user = os.getuid()
     kept = [base / name for name in (
@@ -92,24 +79,3 @@ def test_what_is_not_abandoned_by_this_user_stays(base: Path) -> None:
     (base / f"manylora-{user}-uploads-aaaaaaaa" / "deep").mkdir(parents=True)
     remove_temporary(make_temporary("test"))
     assert sorted(base.iterdir()) == sorted(kept)
-
-
-def test_a_folder_that_was_removed_before_it_was_held_is_made_again(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Path] = []
-
-    def first_lost(folder: Path) -> int:
-        made.append(folder)
-        if len(made) == 1:
-            assert remove_unless_held(folder)
-        return hold(folder)
-
-    monkeypatch.setattr(folders, "hold", first_lost)
-    got = make_temporary("test")
-    assert got == made[1] and list(base.iterdir()) == [got]
-    assert not remove_unless_held(got)
-    remove_temporary(got)
-    remove_temporary(got)
-    with pytest.raises(FileNotFoundError):
-        hold(got)

@@ -245,34 +245,8 @@ def test_without_a_tokenizer_texts_are_refused() -> None:
             decoding_of(SamplingParams(**{name: "x"}), None, [])
 
 
-# hidden size, kv size, layers, largest rank, max_loras: slots of both levels, and pages of them.
-SIZES = [
-    (4096, 4096, 32, 8, 2, 8192, 768, 1536, 2),
-    (4096, 1024, 32, 8, 2, 5120, 1024, 3072, 3),
-    (4096, 1024, 32, 16, 4, 5120, 1024, 12288, 12),
-    (4096, 1024, 32, 64, 4, 5120, 1024, 49152, 48),
-    (4096, 4096, 32, 64, 4, 8192, 768, 24576, 32),
-]
-
-
 def lora_cache_config(lora: LoraConfig, cache: PeftCacheConfig) -> LoraCacheConfig:
     return engine_config(Path("/no/such"), {"lora_config": lora, "peft_cache_config": cache}).lora
-
-
-@pytest.mark.parametrize("case", SIZES)
-def test_max_loras_sizes_the_levels_as_upstream(case: tuple[int, ...]) -> None:
-    hidden, kv, layers, rank, count, width, slots_per_page, slots, pages = case
-    shape = model(hidden, kv, layers)
-    given = LoraConfig(
-        lora_target_modules=["attn_k"], max_lora_rank=rank, max_loras=count, max_cpu_loras=2 * count
-    )
-    config = lora_cache_config(given, PeftCacheConfig(num_host_module_layer=5))
-    modules = lora_modules(shape, config.target_modules)
-    plan = plan_cache(modules.values(), layers, config, 2, 2**40)
-    assert (plan.geometry.page_width, plan.geometry.slots_per_page) == (width, slots_per_page)
-    rows = rank * layers * len(QKV) * count
-    assert plan.geometry.slots_for(0, 2, rows) == slots
-    assert (plan.device_pages, plan.host_pages) == (pages, -(-2 * slots // slots_per_page))
 
 
 def test_cache_sizes_come_from_the_cache_config_without_max_loras() -> None:

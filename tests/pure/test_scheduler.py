@@ -165,45 +165,6 @@ def test_what_is_before_an_invocation_is_the_base_models() -> None:
         assert start == reused, number
 
 
-def test_one_prompt_of_ten_adapters_is_held_once() -> None:
-    bench, shared = Bench(blocks=128, adapters=10, max_batch_size=16), [*range(40)]
-    bench.add(shared, 1)
-    bench.step()
-    bench.step()
-    made = [bench.add([*shared, 90, 91, 3], 9, f"a{i}", (90, 91)) for i in range(10)]
-    bench.step()
-    bench.step()
-    assert len({tuple(one.kv.blocks[:10]) for one in made}) == 1
-    assert len({block for one in made for block in one.kv.blocks}) == 10 + 10 * 3
-
-
-def test_reuse_leaves_at_least_one_token_to_compute() -> None:
-    bench = Bench()
-    bench.add(list(range(8)), 1)
-    bench.step()
-    bench.add(list(range(8)), 1)
-    [(_, start, count)] = bench.step()
-    assert (start, count) == (4, 4)
-
-
-def test_blocks_are_counted_as_upstream_counts_them() -> None:
-    """Only the prompt's; the reused are no part of those taken; new ones cost no known content."""
-
-    def counts(prompt: list[int]) -> tuple[int, int, int]:
-        sequence = bench.add(prompt, 9)
-        while not sequence.finished:
-            bench.step()
-        return sequence.kv.num_claimed, sequence.kv.num_new, sequence.kv.num_reused
-
-    bench = Bench(blocks=8)
-    prompt = list(range(10))
-    assert counts(prompt) == (3, 3, 0)
-    assert counts(prompt) == (1, 1, 2)
-    taken, new, reused = counts([50, *prompt])
-    assert (taken, reused) == (3, 0)
-    assert new < 3
-
-
 def test_who_waits_for_adapter_room_is_overtaken_but_not_for_ever() -> None:
     bench = Bench(adapters=1, blocks=512, max_batch_size=4)
     bench.add([1], 3, "hot")
@@ -313,20 +274,6 @@ def test_adapters_of_those_who_are_next_are_brought_while_they_wait() -> None:
     assert bench.adapters.brought[4:] == ["b"]
 
 
-def test_who_has_drawn_its_last_token_runs_no_more() -> None:
-    bench = Bench()
-    short, long = bench.add([1, 2, 3], 1), bench.add([4, 5, 6], 3)
-    step = bench.scheduler.schedule()
-    for chunk in step.chunks:
-        chunk.sequence.append_pending_token()
-    bench.scheduler.advance(step)
-    assert [chunk.sequence for chunk in bench.scheduler.schedule().chunks] == [long]
-    for sequence in (short, long):
-        sequence.remove_pending_token()
-        sequence.append(7, None)
-    assert short.finished and long.tokens == [4, 5, 6, 7] and not long.is_pending
-
-
 def test_no_adapter_gives_way_that_a_step_under_way_reads() -> None:
     """Room for keys and values runs out while the step before still runs: who must wait keeps its adapter
     until that has landed, and is not admitted again before."""
@@ -355,18 +302,6 @@ def test_no_adapter_gives_way_that_a_step_under_way_reads() -> None:
     assert bench.adapters.pins == {"a": 1}
 
 
-def test_a_guess_up_to_the_end_is_computed() -> None:
-    bench = Bench(max_batch_size=4, max_num_tokens=4)
-    request = Request((1, 2), SamplingConfig(max_tokens=2), draft=(7, 7, 7))
-    bench.scheduler.waiting.append(Sequence(0, request, 0, 4))
-    counts = []
-    for _ in range(2):
-        step = bench.scheduler.schedule()
-        bench.scheduler.advance(step)
-        counts += [chunk.count for chunk in step.chunks]
-    assert counts == [1, 4], "a guess is verified in one step"
-
-
 PREFIX = list(range(100, 100 + 600))
 
 
@@ -382,18 +317,6 @@ def test_one_computes_a_beginning_and_the_others_wait_for_it() -> None:
     assert [(s, n) for s, _, n in bench.step()] == [(first, 603), (other, 664)], "an unlike prompt waited"
     assert [(s, start) for s, start, _ in bench.step()][2:] == [(s, 600) for s in others]
     assert bench.kv.num_blocks - bench.kv.num_available < 150 + 10 * 2 + 170
-
-
-def test_those_whose_adapters_arrive_later_wait_as_well() -> None:
-    bench = Bench(blocks=2000, adapters=12, max_batch_size=16, max_num_tokens=4096)
-    bench.adapters.loading = {"a0", "a1", "a2", "a3"}
-    all_of_them = beginners(bench, 4)
-    assert [(s, n) for s, _, n in bench.step()] == [(all_of_them[0], 603)], "the step waits for its adapter"
-    bench.adapters.loading = set()
-    assert [(s, start) for s, start, _ in bench.step()][1:] == [(s, 600) for s in all_of_them[1:]]
-    assert bench.scheduler.num_tokens_reused == 3 * 600
-    while bench.live:
-        bench.step()
 
 
 def test_nobody_waits_for_one_that_does_not_move() -> None:

@@ -70,6 +70,7 @@ def test_a_run_gives_the_models_answers_and_every_figure(
     assert report["engine"]["dtype"] == "float32" and report["world_info"]["max_batch_size"] == 8
     assert report["request_info"]["num_requests"] == 12
     assert report["request_info"]["avg_output_length"] == 8
+    assert 1 < report["request_info"]["avg_num_concurrent_requests"] <= 4
     throughput = report["performance"]["request_throughput_req_s"]
     assert re.search(rf"Request Throughput \(req/sec\): +{throughput:.4f}", printed)
     adapters = report["adapters"]

@@ -3,18 +3,15 @@ line to the letter, traffic shapes, options files; and that `bench --help` costs
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from manylora import LoRARequest
 from manylora.cli import COMMANDS, main
-from manylora.doors.cli.bench import run_load
 from manylora.doors.cli.bench_report import Answer, Record, issue_rate, measure
 from manylora.doors.cli.prepare_dataset import BenchRequest, read_dataset, to_line
 from manylora.errors import ConfigError
@@ -130,33 +127,6 @@ def test_every_figure_is_what_the_timings_say() -> None:
     assert measure(RECORDS, streaming=False)["streaming_metrics"] is None
     with pytest.raises(ValueError, match="no request was answered: no room"):
         measure([broken], streaming=False)
-
-
-class Fake:
-    """Answers after `delay` seconds and counts who is with it."""
-
-    def __init__(self, delay: float) -> None:
-        self.delay, self.now, self.most = delay, 0, 0
-
-    async def send(self, request: BenchRequest) -> Answer:
-        self.now += 1
-        self.most = max(self.most, self.now)
-        await asyncio.sleep(self.delay)
-        self.now -= 1
-        if request.task_id == 2:
-            raise ValueError("no")
-        return Answer(time.monotonic(), 3, 1)
-
-
-def test_a_closed_loop_keeps_its_concurrency_and_an_error_is_one_requests() -> None:
-    fake, seen = Fake(0.01), []
-    requests = [request(i) for i in range(9)]
-    records = asyncio.run(run_load(fake.send, requests, concurrency=3, on_done=seen.append))
-    assert fake.most == 3 and len(seen) == 9
-    assert [r.request.task_id for r in records] == list(range(9))
-    assert [r.error for r in records] == [None, None, "no", *[None] * 6]
-    asyncio.run(run_load(fake.send, requests))
-    assert fake.most == 9
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import durations
 import pytest
 from selection import each_choice, select
 
@@ -52,10 +51,3 @@ def test_tests_and_not_cases_are_counted_and_extended_ones_are_left_out() -> Non
     last: list[Any] = [Case("f.py::last", {}, extended=True)]
     kept = select([*one, *other, *last], quick=False)
     assert [case.nodeid for case in kept] == ["f.py::one[1-3]", "f.py::one[2-4]", "f.py::other[1]"]
-
-
-def test_short_files_come_first_and_then_the_longest() -> None:
-    seconds = {"a": 30.0, "b": 2.0, "c": 9.0, "d": 0.5}
-    assert sorted([*seconds, "new"], key=lambda name: durations.place(name, seconds)) == [
-        "d", "new", "b", "a", "c",
-    ]  # fmt: skip

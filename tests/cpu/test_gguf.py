@@ -19,13 +19,14 @@ from selection import extended
 from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
-from manylora.checkpoints.gguf.blocks import PLAIN, widen
-from manylora.checkpoints.gguf.container import READ
+from manylora.checkpoints.gguf.blocks import PLAIN, read_blocks, widen
+from manylora.checkpoints.gguf.container import READ, block_sizes
 from manylora.cli import main
 from manylora.config.hub import local_model
 from manylora.errors import ConfigError
+from manylora.kernels import native
 from manylora.kernels.device import open_device
-from manylora.kernels.panels import look_up
+from manylora.kernels.panels import BLOCKS, Panels, look_up
 from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.weights import load_decoder

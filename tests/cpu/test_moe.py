@@ -32,6 +32,8 @@ from manylora.adapters.modules import (
     lora_modules,
     targets_beside_quantised_experts,
 )
+from manylora.adapters.moe_layout import make_per_expert_lora
+from manylora.adapters.slicing import slice_row
 from manylora.adapters.tensors import AdapterRow, pack_rows
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine

@@ -369,8 +369,8 @@ class KvCache:
                 self._forget(block)
 
     def reset(self, digest: str | None) -> None:
-        """Let no later sequence reuse what is in the cache now. digest: only of this content; what a store has
-        is not reused either, whatever its content.
+        """Let no later sequence reuse what is in the cache now. digest: only of this content; what a store
+        has is not reused either, whatever its content.
         """
         if self._store is not None:
             self._store.reset()

@@ -174,7 +174,7 @@ class ServeOptions:
         None, "host:port (gRPC) of a running Triton server to use instead of an engine in this process")
     triton_model: str = setting("tensorrt_llm", "name of the model on that Triton server")
     lora_modules: tuple[NamedAdapter, ...] = setting(
-        (), "adapters as NAME=PATH, NAME.gguf, NAME=HUB_ID or NAME=URL (s3, gs, https, oci, hf); takes several "
+        (), "adapters as NAME=PATH, NAME.gguf, NAME=HUB_ID or NAME=URL (s3, gs, https, oci, hf); several "
         "values", parse=NamedAdapter.parse, many=True, serve="lora_modules lora")
     lora_root: tuple[Path, ...] = setting(
         (), "folder with one adapter per subfolder; watched for changes", serve="lora_root lora_prefetch_dir")

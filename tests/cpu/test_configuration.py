@@ -50,6 +50,8 @@ VALUES: dict[str, Any] = {
     "tensor_parallel_size": 2, "pipeline_parallel_size": 3, "moe_expert_parallel_size": 4,
     "exclude_modules": ["*k_proj"], "max_draft_len": 5, "max_matching_ngram_size": 3,
     "min_matching_ngram_size": 1, "ngram_use_oldest": False, "max_draft_concurrency": 6,
+    "kv_cache_host_memory_bytes": 2**23, "kv_disk_cache_dir": Path("/kv"), "kv_disk_cache_bytes": 2**24,
+    "secondary_offload_min_priority": 40,
 }  # fmt: skip
 # Keys that a front end has no name for, and why.
 FILES = {
@@ -202,6 +204,8 @@ def test_one_setting_acts_the_same_everywhere(front_end: str, model: Path) -> No
             said["max_batch_size"] = 3
         if "ngram" in key or key == "max_draft_concurrency":
             said["max_draft_len"] = 5
+        if key == "kv_disk_cache_bytes":
+            said["kv_disk_cache_dir"] = VALUES["kv_disk_cache_dir"]
         found = flat(resolved(front_end, model, said))
         assert found[key] == VALUES[key], key
         others = flat(resolved("triton", model, said))

@@ -161,7 +161,7 @@ class EngineConfig:
         4 * GIB, "maximum size of these blocks on disk", least=0,
         llm="kv_cache_config.disk_cache_size", serve="kv_disk_cache_bytes")
     secondary_offload_min_priority: int | None = setting(
-        None, "priority that KV blocks need to go there", least=0, most=100, triton=None,
+        None, "priority that KV blocks need to go there", least=0, most=100,
         llm="kv_cache_config.secondary_offload_min_priority")
     enable_kv_cache_reuse: bool = setting(
         True, "share KV blocks of equal prompt prefixes", llm="kv_cache_config.enable_block_reuse",

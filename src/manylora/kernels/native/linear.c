@@ -373,6 +373,8 @@ INLINE void linear(const Kind kind, const Linear *c) {
     const int few = c->rows <= FEW;
     const int64_t share = panels / (SEVERAL(c->rows) * number_of_threads() * 2); /* of a stream: 2 tasks for a thread */
     const int64_t run = few ? SEVERAL(c->rows) * (share < 1 ? 1 : least(share, 2 * RUN)) : panels < 16 ? 1 : RUN;
+    const int64_t small = few ? SEVERAL(c->rows) : run; /* panels of the last tasks, so that all threads end together */
+    const int64_t runs = few && run > small ? (panels * 3 / 4) / run : panels / run;
     if (!few) {
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < tiles; t++) {
@@ -391,8 +393,9 @@ INLINE void linear(const Kind kind, const Linear *c) {
         }
     }
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t first = 0; first < panels; first += run) {
-        const int64_t last = least(first + run, panels);
+    for (int64_t task = 0; task < runs + (panels - runs * run + small - 1) / small; task++) {
+        const int64_t first = task < runs ? task * run : runs * run + (task - runs) * small;
+        const int64_t last = least(first + (task < runs ? run : small), panels);
         if (few) few_rows(kind, &scaled, first, last);
         else for (int64_t p = first; p < last; p++)
             for (int64_t t = 0; t < tiles; t += TALL) many_rows(kind, c, p, t, least(tiles, t + TALL), tiles);

@@ -183,10 +183,18 @@ INLINE void small_blocks(const int rows, const int panels, const Kind kind, cons
 #define SMALL_KINDS(DO) SCALED(DO) DO(INT5) DO(UINT5) DO(INT6) /* the last three have only small blocks */
 #define DEFINE(kind) HEIGHTS(COLUMN, kind) FEW_HEIGHTS(STREAM, kind)
 #define DEFINE_SMALL(kind) HEIGHTS(SMALL_COLUMN, kind) FEW_HEIGHTS(SMALL_STREAM, kind)
+/* One row and two panels, so that few panels can be divided among threads. */
+#define TWO(kind) static void ONCE two_##kind(const Tile t) { tile(1, 2, kind, t); }
+#define SMALL_TWO(kind) static void ONCE small_two_##kind(const Tile t) { small_blocks(1, 2, kind, t); }
 KINDS(DEFINE)
+KINDS(TWO)
 SMALL_KINDS(DEFINE_SMALL)
+SMALL_KINDS(SMALL_TWO)
 
 typedef void Run(Tile t);
+#define TWO_NAME(kind) [kind] = two_##kind,
+#define SMALL_TWO_NAME(kind) [kind] = small_two_##kind,
+static Run *const TWO_TILES[FLOAT8] = {KINDS(TWO_NAME)}, *const SMALL_TWO_TILES[FLOAT8] = {SMALL_KINDS(SMALL_TWO_NAME)};
 #define COLUMN_NAME(kind, n) tile_##kind##_##n##_1,
 #define STREAM_NAME(kind, n) stream_##kind##_##n,
 #define COLUMNS(kind) [kind] = {HEIGHTS(COLUMN_NAME, kind)},
@@ -296,10 +304,12 @@ static void ONCE write_panel(const Linear *c, const float *sums, int64_t row, in
 INLINE void few_rows(const Kind kind, const Linear *c, int64_t first, int64_t last) {
     const int small = kind != FLOAT32 && kind != BFLOAT16 && is_small(c);
     const int64_t row_bytes = bytes_of(kind), inputs = inputs_of(kind), panel_bytes = c->in / inputs * row_bytes;
-    const int64_t most = SEVERAL(c->rows), count = (last - first) % most ? 1 : most, apart = (last - first) / count;
+    const int64_t most = SEVERAL(c->rows), all_of = last - first;
+    const int64_t count = all_of % most == 0 ? most : c->rows == 1 && all_of % 2 == 0 ? 2 : 1, apart = all_of / count;
     const int64_t block = !small ? block_of(c) : c->scales == WHOLE ? BLOCK : CODED_INPUTS;
-    Run *const run = count < most ? (small ? SMALL_TILES : TILES)[kind][c->rows - 1]
-                                  : (small ? FEW_SMALL_TILES : FEW_TILES)[kind][c->rows - 1];
+    Run *const run = count == 1      ? (small ? SMALL_TILES : TILES)[kind][c->rows - 1]
+                     : count == most ? (small ? FEW_SMALL_TILES : FEW_TILES)[kind][c->rows - 1]
+                                     : (small ? SMALL_TWO_TILES : TWO_TILES)[kind];
     float sums[STREAMS * FEW * PANEL];
     ScaleRoom scales;
     for (int64_t p = first; p < first + apart; p++)
@@ -309,7 +319,7 @@ INLINE void few_rows(const Kind kind, const Linear *c, int64_t first, int64_t la
             if (small) t = with_scales(t, c, p, count, apart, k, scales);
             if (!small || !k) memset(sums, 0, sizeof sums);
             float some[BLOCK * FEW]; /* for one panel rows are packed */
-            if (count < most) {
+            if (count == 1) {
                 for (int64_t i = 0; i < t.depth; i++)
                     for (int64_t r = 0; r < c->rows; r++) some[i * c->rows + r] = c->x[r * c->x_stride + k + i];
                 t.x = some;
@@ -373,7 +383,7 @@ INLINE void linear(const Kind kind, const Linear *c) {
     const int few = c->rows <= FEW;
     const int64_t share = panels / (SEVERAL(c->rows) * number_of_threads() * 2); /* of a stream: 2 tasks for a thread */
     const int64_t run = few ? SEVERAL(c->rows) * (share < 1 ? 1 : least(share, 2 * RUN)) : panels < 16 ? 1 : RUN;
-    const int64_t small = few ? SEVERAL(c->rows) : run; /* panels of the last tasks, so that all threads end together */
+    const int64_t small = few ? (c->rows == 1 ? 2 : SEVERAL(c->rows)) : run; /* panels of the last tasks, so that all threads end together */
     const int64_t runs = few && run > small ? (panels * 3 / 4) / run : panels / run;
     if (!few) {
 #pragma omp for schedule(static)

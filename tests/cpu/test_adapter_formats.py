@@ -316,6 +316,10 @@ def test_what_is_wrong_is_said(dense: Path, folder: Path) -> None:
     found = {"model.layers.0.mlp.experts.w1.lora_A.weight": torch.ones(1, 2, 64)}
     write(folder / "shared", found, {"lora_alpha": 2, "r": 2})
     assert "how many there are depends on the base" in (inspect_adapter(folder / "shared").problem or "")
+    up = "model.layers.0.mlp.experts.w1"
+    found = {f"{up}.lora_A.weight": torch.ones(8, 0, 64), f"{up}.lora_B.weight": torch.ones(8, 32, 2)}
+    write(folder / "empty", found, {"lora_alpha": 2, "r": 2})
+    assert "8 experts cannot have (8, 0, 64)" in (inspect_adapter(folder / "empty").problem or "")
     whole = (folder / "one.gguf").read_bytes()
     for number, (data, reason) in enumerate([
         (whole.replace(b"adapter.type", b"adapter.tipe"), "its adapter.type must be lora, got None"),

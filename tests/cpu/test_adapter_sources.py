@@ -10,20 +10,27 @@ import hashlib
 import io
 import json
 import os
+import threading
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from serving import DEMO, Running
 from source_standins import LOGIN, OCI, Standin, serve_standin, tar
+from test_adapter_formats import llama_cpp, mlx
 
 from manylora import LLM, LoRARequest, SamplingParams
 from manylora.adapters.formats.manifest import MANIFEST, signed_text
+from manylora.adapters.remote import resolver
+from manylora.adapters.remote.resolver import AdapterSources
 from manylora.cli import main
 from manylora.doors.http.options import NamedAdapter
+from manylora.errors import ConfigError
 
 for driver in ("s3fs", "oras", "aiohttp"):
     pytest.importorskip(driver, reason=f"URLs of adapters need {driver}: pip install 'manylora[sources]'")
@@ -74,6 +81,10 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standin]:
         patch.syspath_prepend(str(package))
         server.put("/bucket/team/chinese", ADAPTER)
         server.put("/private/chinese", ADAPTER)
+        mlx(ADAPTER, home / "mlx")
+        server.put("/bucket/team/mlx", home / "mlx")
+        llama_cpp(ADAPTER, home / "one.gguf", {"self_attn.q_proj": 6, "self_attn.k_proj": 2}, "llama")
+        server.files["/bucket/team/one.gguf"] = (home / "one.gguf").read_bytes()
         inside = {f"run/{name}": content for name, content in FILES.items()}
         server.files["/bucket/team/chinese.tar.gz"] = tar(inside | {"run/optimizer.bin": b"pickle"})
         server.files["/bucket/team/chinese.zip"] = zipped(inside)
@@ -119,7 +130,7 @@ def text(served: Running, name: str) -> str:
     "source",
     ["s3://bucket/team/chinese", "s3://bucket/team/chinese.tar.gz", "{url}/bucket/team/chinese/",
      "{url}/bucket/team/chinese.zip", "oci://{at}/team/files:v1", "oci://{at}/team/image:v1", "own://chinese",
-     "gs://bucket/team/chinese"],
+     "gs://bucket/team/chinese", "s3://bucket/team/mlx", "{url}/bucket/team/one.gguf"],
 )  # fmt: skip
 def test_a_source_serves_like_its_folder(remote: Standin, served: Running, source: str) -> None:
     if source.startswith("gs:"):
@@ -128,8 +139,8 @@ def test_a_source_serves_like_its_folder(remote: Standin, served: Running, sourc
     assert load(served, source) == ""
     remote.asked.clear()
     assert load(served, source) == ""  # from the cache
-    files = [one for one in remote.asked if one.endswith((".safetensors", ".gz"))]
-    assert not [one for one in files if one.startswith("GET") and not one.startswith("GET /storage/")]
+    weights = [one for one in remote.asked if one.endswith((".safetensors", ".gz", ".gguf"))]
+    assert not [one for one in weights if one.startswith("GET") and one[4:] in remote.files]
 
 
 def test_at_the_start_and_for_many_at_once_it_is_downloaded_once(remote: Standin, served: Running) -> None:
@@ -211,7 +222,9 @@ def test_an_archive_is_not_trusted(remote: Standin, served: Running, name: str) 
     assert error in load(served, f"s3://bucket/team/{name}.tar")
 
 
-def test_the_cache_is_bounded_and_keeps_what_serves(remote: Standin, served: Running, tmp_path: Path) -> None:
+def test_the_cache_is_bounded_and_keeps_what_serves(
+    remote: Standin, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(8):
         note = {"generation_config.json": json.dumps({"note": number}).encode()}
         remote.files[f"/bucket/team/v{number}.tar"] = tar(FILES | note, "w")
@@ -222,6 +235,27 @@ def test_the_cache_is_bounded_and_keeps_what_serves(remote: Standin, served: Run
     assert (
         load(served, "s3://bucket/team/chinese") == "" and remote.num_asked("chinese/adapter_m") == 1
     )  # HEAD
+    monkeypatch.setattr(resolver, "MAX_RECORDS", 4)
+    assert load(served, "s3://bucket/team/v1.tar") == ""
+    records = Path(os.environ["XDG_CACHE_HOME"]) / "manylora" / "adapters" / "sources"
+    assert len(list(records.iterdir())) <= 5
+
+
+def test_many_at_once_have_few_threads() -> None:
+    sources, go_on, started = AdapterSources(), threading.Event(), threading.Semaphore(0)
+
+    def wait() -> int:
+        started.release()
+        go_on.wait()
+        return threading.get_ident()
+
+    futures = [sources.in_background(wait) for _ in range(40)]
+    for _ in range(resolver.AT_ONCE):
+        started.acquire()
+    names = [thread.name for thread in threading.enumerate()]
+    go_on.set()
+    found = {future.result() for future in futures}
+    assert len(found) <= resolver.AT_ONCE == names.count("manylora-download")
 
 
 @pytest.mark.parametrize(
@@ -257,6 +291,23 @@ def test_a_manifest_is_enforced_wherever_its_files_are(
         assert not error
 
 
+def test_a_manifest_lists_each_file_and_the_key_asks_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, file in {**FILES, MANIFEST: manifest(), "more.gguf": b"GGUF"}.items():
+        (tmp_path / name).write_bytes(file)
+    with pytest.raises(ValueError, match=r"more\.gguf is not in"):
+        Running(lora_modules=(NamedAdapter("a", str(tmp_path)),)).close()
+    monkeypatch.setenv("MANYLORA_MANIFEST_KEY", "key.pem")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cached = tmp_path / "hub" / "models--org--name"
+    copytree(ADAPTER, cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    with pytest.raises(ConfigError, match="hf://org/name: it has no manylora-manifest"):
+        AdapterSources(hub=tmp_path / "hub").locate("hf://org/name")
+
+
 def test_a_signed_manifest(
     remote: Standin, served: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +331,7 @@ def test_a_signed_manifest(
 
 
 def test_python_takes_urls_and_errors_show_no_credentials(
-    remote: Standin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    remote: Standin, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote.put("/bucket/team/python", ADAPTER)
     secret = remote.url.replace("//", "//someone:secret@") + "/nothing?sig=secret"
@@ -293,5 +344,11 @@ def test_python_takes_urls_and_errors_show_no_credentials(
         with pytest.raises(Exception, match="/nothing") as problem:
             llm.generate("Hi", params, LoRARequest("bad", 3, secret))
         assert "secret" not in str(problem.value)
+    blob = f"/v2/team/files/blobs/sha256:{DIGESTS['adapter_config.json']}"
+    monkeypatch.setitem(remote.redirects, blob, f"{remote.url}/gone?X-Amz-Signature=secret")
+    monkeypatch.setitem(remote.failing, "/gone", 9)
+    with pytest.raises(ConfigError, match="answers HTTP 503") as found:
+        AdapterSources(tmp_path).locate(f"oci://{remote.at}/team/files:v1")
+    assert "secret" not in str(found.value)
     assert main(["inspect", "s3://bucket/team/python"]) == 0
     assert "peft" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from manylora.errors import AdapterInvalidError
 
 MANIFEST = "manylora-manifest.json"
 KEY = "MANYLORA_MANIFEST_KEY"  # environment: a PEM file with the Ed25519 public key of the signatures
-READ = ("*.json", "*.jinja", "*.safetensors", "*.npy", "*.nemo")  # files that may be read
+READ = ("*.json", "*.jinja", "*.safetensors", "*.npy", "*.nemo", "*.gguf")  # files that may be read
 FIELDS = ("files", "base_model_revision", "signature")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 MAX_BYTES, PIECE = 2**18, 2**20

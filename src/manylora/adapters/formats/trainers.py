@@ -88,8 +88,8 @@ def in_peft_form(
                 )
             count = known.experts
         for part, tensor in parts.items():
-            if tensor.shape[0] not in (1, count):
-                raise AdapterInvalidError(f"{path}.{part} is of {tensor.shape[0]} experts, others of {count}")
+            if tensor.shape[0] not in (1, count) or 0 in tensor.shape:
+                raise AdapterInvalidError(f"{path}.{part}: {count} experts cannot have {tensor.shape}")
             if len(found) + 2 * count > options.bounds.tensors:
                 raise AdapterInvalidError(f"{path} is of {count} experts: no adapter has so many matrices")
             each = tensor.pieces()

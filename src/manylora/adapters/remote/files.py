@@ -18,12 +18,12 @@ from manylora.errors import ConfigError
 
 MARKS = ("adapter_config.json", "model.lora_weights.npy")  # one of them makes a folder an adapter
 NAMES = (
-    *MARKS, "adapter_model.safetensors", "model.lora_config.npy", "model.lora_keys.npy",
-    "model.lora_invocation_tokens.npy", MANIFEST, "tokenizer.json", "tokenizer_config.json",
-    "chat_template.jinja", "generation_config.json",
+    *MARKS, "adapter_model.safetensors", "adapters.safetensors", "automodel_peft_config.json",
+    "model.lora_config.npy", "model.lora_keys.npy", "model.lora_invocation_tokens.npy", MANIFEST,
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
-SINGLE = (".safetensors", ".nemo")  # adapters in one file
+SINGLE = (".safetensors", ".nemo", ".gguf")  # adapters in one file
 MAX_FILES = 64  # of one adapter
 MAX_MEMBERS = 2**16  # an OCI image may hold a whole system
 PIECE = 2**20
@@ -53,7 +53,7 @@ class RemoteFile:
 
 def is_read(name: str) -> bool:
     """Whether an adapter's file of this name is read. Never a pickle."""
-    return any(fnmatch(name, one) for one in (*ADAPTER_FILES, "*.nemo"))
+    return name.endswith(SINGLE) or any(fnmatch(name, one) for one in ADAPTER_FILES)
 
 
 def safe_path(name: str) -> PurePosixPath:

@@ -19,7 +19,6 @@ from oras.provider import Registry as OrasRegistry
 from manylora.adapters.remote.files import (
     ARCHIVES,
     PIECE,
-    SINGLE,
     RemoteFile,
     SourceError,
     is_read,
@@ -104,7 +103,7 @@ def _file_of(layer: Any) -> RemoteFile | None:
         raise ValueError("a layer has no sha256 digest or no size")
     title = next((notes[key] for key in TITLES if key in notes), "") if notes else ""
     must_unpack = bool(notes) and notes.get("io.deis.oras.content.unpack") == "true"
-    if (title.endswith(SINGLE) or is_read(title)) and not must_unpack:  # oras calls each file a tar
+    if is_read(title) and not must_unpack:  # oras calls each file a tar
         return RemoteFile(str(safe_path(title)), digest, size, digest)
     is_archive = must_unpack or title.endswith(ARCHIVES) or media.endswith(TARS)
     return RemoteFile(digest[7:], digest, size, digest, unpack=True) if is_archive else None
@@ -119,7 +118,6 @@ def _problem(error: Exception) -> SourceError:
     if status in (401, 403) or "authentication" in str(error) or "_basic_auth" in str(error):
         return SourceError("the registry refuses access: docker login, or set DOCKER_CONFIG")
     if isinstance(error, requests.RequestException):
-        return SourceError(
-            f"the registry cannot be reached: {error}", passing=status >= 500 or status in (0, 429)
-        )
+        told = f"answers HTTP {status}" if status else f"cannot be reached: {error}"
+        return SourceError(f"the registry {told}", passing=status >= 500 or status in (0, 429))
     return SourceError(f"its manifest cannot be read: {error or type(error).__name__}")

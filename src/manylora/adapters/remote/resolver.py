@@ -12,10 +12,12 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +37,7 @@ OWN = "manylora.adapter_sources"  # entry points: a scheme = function(url, folde
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 PLAIN = re.compile(r"[\w.~:/@+=,-]+", re.ASCII)  # what a request may write after the scheme
 CACHE_BYTES = 2**36
+MAX_RECORDS = 2**12  # of URLs
 AT_ONCE = 4  # downloads
 WAITS_S = 0.5, 1.0  # before a file is asked for again
 PART, ABANDONED_S = ".part-", 60.0  # folders of downloads; older ones that nobody holds are left over
@@ -75,9 +78,14 @@ def is_remote(given: str | Path) -> bool:
 
 
 def shown(url: str) -> str:
-    """A URL without user, password and query, which may be credentials."""
-    place, mark, _ = url.partition("?")
-    return printable(re.sub(r"//[^/]*@", "//", place) + ("?…" if mark else ""))
+    """A URL or a text that has some, without user, password and query, which may be credentials."""
+    return printable(re.sub(r"\?\S+", "?…", re.sub(r"//[^/\s]*@", "//", url)))
+
+
+def _check_has_manifest(folder: Path) -> None:
+    """Raises SourceError. A manifest that is there is checked when the adapter is read."""
+    if KEY in os.environ and not (folder / MANIFEST).is_file():
+        raise SourceError(f"it has no {MANIFEST}, which {KEY} asks for")
 
 
 class AdapterSources:
@@ -96,7 +104,9 @@ class AdapterSources:
         self._folder = (folder or cache / "manylora" / "adapters").absolute()
         self._max_bytes, self._hub = max_bytes, hub
         self._allowed = [one.rstrip("/") for one in allowed]
-        self._turns = threading.BoundedSemaphore(AT_ONCE)
+        self._lock = threading.Lock()  # held while these change
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._num_threads = 0
 
     @property
     def roots(self) -> list[Path]:
@@ -116,30 +126,33 @@ class AdapterSources:
         return url in self._allowed or url.startswith(tuple(ends))
 
     def in_background(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Call it on a thread that the process does not wait for at its end, AT_ONCE at a time."""
+        """Call it on one of AT_ONCE threads, for which the process does not wait at its end."""
         future: Future[Result] = Future()
+        with self._lock:
+            self._waiting.append((future, partial(function, *arguments)))
+            if self._num_threads < AT_ONCE:
+                self._num_threads += 1
+                threading.Thread(target=self._work, name="manylora-download", daemon=True).start()
+        return future
 
-        def run() -> None:
-            lower_priority()
-            with self._turns:
-                if not future.set_running_or_notify_cancel():
+    def _work(self) -> None:
+        lower_priority()
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._num_threads -= 1
                     return
+                future, call = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(function(*arguments))
+                    future.set_result(call())
                 except BaseException as error:
                     future.set_exception(error)
-
-        threading.Thread(target=run, name="manylora-download", daemon=True).start()
-        return future
+            del future, call  # a result holds files
 
     def locate_all(self, given: Sequence[str]) -> list[Located]:
         """As `locate` for each, several at a time."""
-        found: list[Located] = []
-        for start in range(0, len(given), AT_ONCE):
-            some = given[start : start + AT_ONCE]
-            futures = [self.in_background(self.locate, one) if is_remote(one) else None for one in some]
-            found += [f.result() if f else self.locate(one) for one, f in zip(some, futures, strict=True)]
-        return found
+        return [future.result() for future in [self.in_background(self.locate, one) for one in given]]
 
     def locate(self, given: str, *, by_request: bool = False) -> Located:
         """The folder or file of an adapter, downloaded if it is not in the cache. by_request: redirects stay
@@ -148,15 +161,16 @@ class AdapterSources:
         if not is_remote(given):
             return Located(Path(given).expanduser())
         scheme = given.partition("://")[0].lower() if is_url(given) else "hf"
-        if scheme == "hf":
-            path = local_adapter(given, None, self._hub, self._max_bytes)
-            return Located(path, f"commit:{path.name}", HUB + given.removeprefix(HUB))
         own = next((one for one in entry_points(group=OWN) if one.name == scheme), None)
         if own is None and scheme not in SCHEMES:
             known = ", ".join(f"{one}://" for one in SCHEMES)
             raise ConfigError(f"{shown(given)}: {scheme}:// is no source of adapters: give {known} or a path")
         name = shown(given)
         try:
+            if scheme == "hf":
+                path = local_adapter(given, None, self._hub, self._max_bytes)
+                _check_has_manifest(path)
+                return Located(path, f"commit:{path.name}", HUB + given.removeprefix(HUB))
             with self._record(given) as record:
                 if own is None:
                     return self._current(self._store(scheme, by_request), given, record)
@@ -164,8 +178,8 @@ class AdapterSources:
                     own.load()(given, staging)
                     return self._keep(staging, given, record, [])
         except SourceError as error:
-            told = printable(str(error).replace(given, name))
-            raise SourceError(f"{name}: {told}", passing=error.passing, missing=error.missing) from None
+            told = f"{name}: {shown(str(error))}"
+            raise SourceError(told, passing=error.passing, missing=error.missing) from None
         except ImportError as error:
             told = f"{scheme}:// needs {error.name or error}: pip install 'manylora[sources]'"
             raise ConfigError(told) from error
@@ -173,8 +187,8 @@ class AdapterSources:
             if own is None and not isinstance(error, OSError):
                 raise
             logger.error("%s cannot be stored in %s: %s", name, self._folder, error)
-            told = getattr(error, "strerror", None) or printable(f"{type(error).__name__}: {error}")
-            raise SourceError(f"{name} cannot be had: {told.replace(given, name)}") from error
+            told = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            raise SourceError(f"{name} cannot be had: {shown(told)}") from error
 
     def _store(self, scheme: str, by_request: bool) -> Any:
         if scheme == "oci":
@@ -280,13 +294,12 @@ class AdapterSources:
             found = ", ".join(sorted(str(one.relative_to(staging)) for one in folders)[:4])
             raise SourceError(f"it has several adapters: {found}" if found else NOTHING, missing=not found)
         [folder] = folders
-        if KEY in os.environ and not (folder / MANIFEST).is_file():
-            raise SourceError(f"it has no {MANIFEST}, which {KEY} asks for")
+        _check_has_manifest(folder)
         digest = hashlib.sha256()
         for path in sorted(folder.iterdir()):
             if path.is_dir():
                 shutil.rmtree(path)
-            elif is_read(path.name) or path.suffix in SINGLE:
+            elif is_read(path.name):
                 digest.update(f"{sha256_of(path)}  {path.name}\n".encode())
             else:
                 path.unlink()
@@ -317,6 +330,10 @@ class AdapterSources:
             with suppress(OSError):
                 if time.time() - left.stat().st_mtime > ABANDONED_S:
                     remove_unless_held(left)
+        with suppress(OSError):  # another process deletes, too
+            known = sorted((self._folder / "sources").iterdir(), key=lambda path: path.stat().st_mtime)
+            for path in known[:-MAX_RECORDS]:
+                path.unlink()
         found = []
         for folder in self._folder.glob("[0-9a-f]" * 64):
             with suppress(OSError):

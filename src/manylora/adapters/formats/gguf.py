@@ -37,25 +37,26 @@ SIZES = {
 
 def is_gguf(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
     """Whether the file begins like GGUF."""
-    try:
-        return OpenFile(path, bounds).read(0, len(MAGIC)) == MAGIC
-    except (AdapterInvalidError, OSError):
-        return False
+    return _begin(path, bounds, len(MAGIC)) == MAGIC
 
 
 def is_adapter(path: Path) -> bool:
     """Whether a GGUF file seems to be an adapter, without reading all of its header."""
-    try:
-        file = OpenFile(path, ANY_MODEL)
-        begin = file.read(0, min(file.size, LOOKED_AT))
-    except (AdapterInvalidError, OSError):
-        return False
+    begin = _begin(path, ANY_MODEL, LOOKED_AT)
     return begin.startswith(MAGIC) and b"adapter.type" in begin
+
+
+def _begin(path: Path, bounds: Bounds, size: int) -> bytes:
+    try:
+        file = OpenFile(path, bounds)
+        return file.read(0, min(file.size, size))
+    except (AdapterInvalidError, OSError):
+        return b""
 
 
 def read_settings(path: Path, bounds: Bounds) -> dict[str, Any]:
     """The file's settings in PEFT's words. ARCHITECTURE marks the tensors as llama.cpp's. Raises
-    AdapterInvalidError, OSError."""
+    AdapterInvalidError."""
     found = _open(path, bounds)[0].metadata
     for key, wanted in TYPES.items():
         if found.get(key) != wanted:
@@ -75,20 +76,19 @@ def read_settings(path: Path, bounds: Bounds) -> dict[str, Any]:
 def read_tensors(path: Path, bounds: Bounds) -> dict[str, RawTensor]:
     """The tensors as stored; those of other types than safetensors has keep GGUF's name of it. Raises
     AdapterInvalidError."""
-    try:
-        header, file = _open(path, bounds)
-    except OSError as error:
-        raise AdapterInvalidError(f"{path.name} is not readable: {error.strerror}") from error
+    header, file = _open(path, bounds)
     infos = header.tensors.values()
     return {one.name: RawTensor(one.kind, one.shape, None, file, one.offset, one.nbytes) for one in infos}
 
 
 def _open(path: Path, bounds: Bounds) -> tuple[Header, OpenFile]:
-    file = OpenFile(path, bounds)
     try:
+        file = OpenFile(path, bounds)
         with os.fdopen(os.dup(file.descriptor), "rb") as stream:
             stream.seek(0)
             return read_open(stream, Path(path.name), bounds.header_bytes, bounds.tensors), file
+    except OSError as error:
+        raise AdapterInvalidError(f"{path.name} is not readable: {error.strerror}") from error
     except ConfigError as error:
         raise AdapterInvalidError(str(error)[:MOST_TEXT]) from error
 
@@ -125,13 +125,9 @@ def in_peft_form(
     for name, target in _targets(settings, pairs, base).items():
         path = name.removesuffix(".weight")
         parts = [_matrices(pairs[source.info.name], source) for source in target.parts]
-        a, b = parts[0]
         if any(len(one.shape) != 2 or 0 in one.shape for pair in parts for one in pair):
             raise AdapterInvalidError(f"{printable(name)[:200]}: lora_a and lora_b must be matrices")
-        if len(parts) > 1:
-            a, b = _joined(name, target, parts)
-        elif target.runs is not None:
-            a = _in_runs(name, target, a)
+        a, b = parts[0] if target.runs is None and len(parts) == 1 else _in_order(name, target, parts)
         ranks[path] = a.shape[0]
         found |= {f"base_model.model.{path}.lora_{side}.weight": one for side, one in (("A", a), ("B", b))}
     if not settings["lora_alpha"]:  # then llama.cpp has a scaling of 1
@@ -189,28 +185,23 @@ def _matrices(pair: Mapping[str, RawTensor], source: Source) -> tuple[RawTensor,
     return a, b
 
 
-def _joined(
+def _in_order(
     name: str, target: Target, parts: list[tuple[RawTensor, RawTensor]]
 ) -> tuple[RawTensor, RawTensor]:
-    """Of a layer whose rows are several weights of the file."""
-    read = [decode(name, one) for one, _ in parts]
-    if any(not np.array_equal(one, read[0]) for one in read):
-        raise AdapterInvalidError(f"{name} is one layer here, and its parts have different matrices lora_a")
-    b = np.concatenate([decode(name, one) for _, one in parts])
-    return parts[0][0], _stored(b if target.rows is None else b[target.rows.numpy()])
-
-
-def _in_runs(name: str, target: Target, a: RawTensor) -> RawTensor:
+    """A and B of a layer whose rows are several weights of the file, or whose inputs are in other runs."""
     import torch
 
     from manylora.checkpoints.gguf.file import in_runs
 
-    assert target.runs is not None
-    if a.shape[1] % len(target.runs):
-        raise AdapterInvalidError(
-            f"{name}: lora_a has {a.shape[1]} inputs, which are not of {len(target.runs)} heads"
-        )
-    return _stored(in_runs(torch.from_numpy(decode(name, a)), target.runs).numpy())
+    first, *others = [decode(name, a) for a, _ in parts]
+    if any(not np.array_equal(one, first) for one in others):
+        raise AdapterInvalidError(f"{name} is one layer here, and its parts have different matrices lora_a")
+    if target.runs is not None:
+        if first.shape[1] % len(target.runs):
+            raise AdapterInvalidError(f"{name}: lora_a must have inputs of {len(target.runs)} heads")
+        return _stored(in_runs(torch.from_numpy(first), target.runs).numpy()), parts[0][1]
+    b = np.concatenate([decode(name, one) for _, one in parts])
+    return parts[0][0], _stored(b if target.rows is None else b[target.rows.numpy()])
 
 
 def _plain(name: str, tensor: RawTensor) -> RawTensor:

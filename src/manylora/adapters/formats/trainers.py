@@ -114,9 +114,7 @@ def _named(
     halves, rows = [matrix, matrix], matrix.shape[0]
     if part == "lora_B.weight":
         if rows % 2:
-            raise AdapterInvalidError(
-                f"{head}.{name}: the fused gate and up must have an even number of rows"
-            )
+            raise AdapterInvalidError(f"{head}.{name}: gate and up in one must have an even number of rows")
         halves = replace(matrix, shape=(2, rows // 2, *matrix.shape[1:])).pieces()
     keys = (f"{head}.{number}.{one}.{part}" for one in ("gate_proj", "up_proj"))
     return dict(zip(keys, halves, strict=True))
@@ -142,10 +140,9 @@ def _join_parts(
             raise AdapterInvalidError(f"{path} is made of parts, and {stem}{missing[0]} is missing")
         read = [decode(stem + key, parts[key]) for key in keys]
         a, b = read[: len(order)], read[len(order) :]
-        if any(m.ndim != 2 for m in read) or any(x.shape[0] != y.shape[1] for x, y in zip(a, b, strict=True)):
-            raise AdapterInvalidError(f"{path}: A and B of its parts do not fit together")
-        if len({m.shape for m in a}) > 1:
-            raise AdapterInvalidError(f"{path}: its parts have different numbers of inputs, or ranks")
+        fits = all(m.ndim == 2 for m in read) and len({m.shape for m in a}) == 1
+        if not fits or any(m.shape[1] != len(a[0]) for m in b):
+            raise AdapterInvalidError(f"{path}: A and B of its parts must fit together, and be of one rank")
         module = names.module_of(path, options.modules)
         rank, rows = len(a[0]), sum(len(m) for m in b)
         joined = np.zeros((max(rows, module.out_dim if module else 0), rank * len(order)), np.float32)

@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 from fsspec.callbacks import Callback
+from fsspec.implementations.http import HTTPFileSystem
 
 from manylora.adapters.remote.files import ARCHIVES, MARKS, NAMES, SINGLE, RemoteFile, SourceError
 
@@ -38,54 +39,47 @@ class FileStore:
                 logging.getLogger(name).setLevel(logging.WARNING)
             self._fs = fsspec.filesystem(scheme, config_kwargs=S3_OPTIONS)
         else:
-            options = _http_options(follows)
-            self._fs = fsspec.filesystem(scheme, client_kwargs=options, skip_instance_cache=True)
+            self._fs = HTTPFileSystem(client_kwargs=_http_options(follows), skip_instance_cache=True)
 
     def find(self, source: str) -> list[RemoteFile]:
         """The files of a folder, or the one file that it is. Raises SourceError."""
         place, mark, query = source.partition("?") if self._scheme not in HINTS else (source, "", "")
-        name = PurePosixPath(place).name
-        if name.endswith((*ARCHIVES, *SINGLE)):
-            return [self._look(source, name, name.endswith(ARCHIVES))]
-
-        def look(name: str) -> RemoteFile | SourceError:
-            try:
-                return self._look(f"{place.rstrip('/')}/{name}{mark}{query}", name)
-            except SourceError as error:
-                return error
-
+        places = {name: f"{place.rstrip('/')}/{name}{mark}{query}" for name in NAMES}
+        if is_whole := place.endswith((*ARCHIVES, *SINGLE)):
+            places = {PurePosixPath(place).name: source}
         with ThreadPoolExecutor(AT_ONCE, "manylora-look") as pool:
-            found = list(pool.map(look, NAMES))
+            found = list(pool.map(self._look, places, places.values()))
         files = [one for one in found if isinstance(one, RemoteFile)]
-        problems = [one for one in found if isinstance(one, SourceError) and not one.missing]
+        problems = [one for one in found if isinstance(one, SourceError) and (is_whole or not one.missing)]
         # Without the right to list a bucket, S3 refuses what does not exist.
         if problems and (any(one.passing for one in problems) or not any(one.name in MARKS for one in files)):
-            raise next((one for one in problems if one.passing), problems[0])
+            raise max(problems, key=lambda one: one.passing)
         return files
 
     def get(self, file: RemoteFile, target: Path, count: Callable[[int], None]) -> None:
         """count: called with the size of each part, and may raise. Raises SourceError."""
         try:
-            self._fs.get_file(file.place, str(target), callback=_Counting(count))
+            callback = Callback()
+            callback.relative_update = count
+            self._fs.get_file(file.place, str(target), callback=callback)
         except Exception as error:
             raise self._problem(error) from error
 
-    def _look(self, place: str, name: str, unpack: bool = False) -> RemoteFile:
+    def _look(self, name: str, place: str) -> RemoteFile | SourceError:
         try:
             found = self._fs.info(place)
         except Exception as error:
-            raise self._problem(error) from error
+            return self._problem(error)
         if found.get("type") == "directory":
-            raise SourceError(f"{name} is a folder", missing=True)
+            return SourceError(f"{name} is a folder", missing=True)
         version = next((str(found[key]) for key in VERSIONS if found.get(key)), "")
-        return RemoteFile(name, place, found.get("size"), version, unpack)
+        return RemoteFile(name, place, found.get("size"), version, name.endswith(ARCHIVES))
 
     def _problem(self, error: Exception) -> SourceError:
         """Without the URL, which may hold credentials."""
         cause: Any = error.__cause__ or error
-        for one in (error, cause):
-            if isinstance(one, SourceError):
-                return one
+        if found := next((one for one in (error, cause) if isinstance(one, SourceError)), None):
+            return found
         kind, status = type(cause).__name__, getattr(cause, "status", 0)
         absent = isinstance(error, FileNotFoundError) and (cause is error or kind == "ClientError")
         if status in (404, 410) or absent or kind == "NoSuchBucket":
@@ -95,12 +89,6 @@ class FileStore:
             return SourceError(f"it may not be read: {told}; {HINTS.get(self._scheme, WEB_HINT)}")
         told = f"it answers HTTP {status}" if status else f"it cannot be reached: {cause or kind}"
         return SourceError(told, passing=status >= 500 or status in (0, 429))
-
-
-class _Counting(Callback):
-    def __init__(self, count: Callable[[int], None]) -> None:
-        super().__init__()
-        self.relative_update = count
 
 
 def _http_options(follows: Callable[[str], bool]) -> dict[str, Any]:

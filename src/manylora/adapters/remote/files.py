@@ -1,16 +1,14 @@
-"""RemoteFile: a file of an adapter at its source. SourceError. `unpack`: files of adapters from archives."""
+"""RemoteFile: a file of an adapter at its source. `unpack`: files of adapters from archives."""
 
 from __future__ import annotations
 
 import gzip
 import shutil
 import tarfile
-import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 from manylora.adapters.formats.manifest import MANIFEST
 from manylora.config.hub import ADAPTER_FILES
@@ -22,12 +20,11 @@ NAMES = (
     "model.lora_config.npy", "model.lora_keys.npy", "model.lora_invocation_tokens.npy", MANIFEST,
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
+ARCHIVES = (".tar", ".tar.gz", ".tgz")
 SINGLE = (".safetensors", ".nemo", ".gguf")  # adapters in one file
 MAX_FILES = 64  # of one adapter
 MAX_MEMBERS = 2**16  # an OCI image may hold a whole system
 PIECE = 2**20
-TAIL, MAX_DIRECTORY = 2**16 + 64, 2**24  # bytes of a zip: its end, and its directory, which is read at once
 
 
 class SourceError(ConfigError):
@@ -65,53 +62,32 @@ def safe_path(name: str) -> PurePosixPath:
 
 
 def unpack(archive: Path, folder: Path, most: int) -> None:
-    """Write what `is_read` of a tar, tar.gz or zip below a folder. most: bytes of the whole unpacked archive,
+    """Write what `is_read` of a tar or tar.gz below a folder. most: bytes of the whole unpacked archive,
     which may contain anything. Raises SourceError, OSError.
     """
     try:
         with archive.open("rb") as stream:
-            for number, (name, size, source) in enumerate(_members(stream, most)):
-                path, most = safe_path(name), most - size
+            packed = stream.read(2) == b"\x1f\x8b"
+            stream.seek(0)
+            limited: Any = _Limited(gzip.GzipFile(fileobj=stream) if packed else stream, most)
+            tar: Any = tarfile.TarFile(fileobj=limited)
+            for number, member in enumerate(tar):
+                path, most = safe_path(member.name), most - member.size
                 if most < 0 or number == MAX_MEMBERS:
                     raise ValueError("it has more bytes or members than an adapter may have")
-                if is_read(path.name) and not (folder / path).is_dir():
+                if is_read(path.name) and not member.isdir():
+                    if not member.isreg() or member.issparse():
+                        raise ValueError(f"{member.name[:80]!r} is no plain file")
                     (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                    with source() as content, (folder / path).open("wb") as file:
-                        shutil.copyfileobj(content, file, PIECE)
+                    with (folder / path).open("wb") as file:
+                        shutil.copyfileobj(tar.extractfile(member), file, PIECE)
+                tar.members.clear()  # it keeps each header
     except OSError as error:
         if error.errno is not None:
             raise
         raise SourceError(f"the archive cannot be read: {error}") from error  # of gzip
-    except Exception as error:  # tarfile and zipfile raise whatever a header makes them raise
+    except Exception as error:  # tarfile raises whatever a header makes it raise
         raise SourceError(f"the archive cannot be read: {error or type(error).__name__}") from error
-
-
-def _members(stream: IO[bytes], most: int) -> Iterator[tuple[str, int, Any]]:
-    """Name, size in bytes and a function that opens it, of each file."""
-    start = stream.read(4)
-    if start.startswith(b"PK"):
-        stream.seek(max(0, stream.seek(0, 2) - TAIL))
-        tail = stream.read()
-        end = tail.rfind(b"PK\5\6")
-        if (
-            b"PK\6\7" in tail
-            or end < 0
-            or int.from_bytes(tail[end + 12 : end + 16], "little") > MAX_DIRECTORY
-        ):
-            raise ValueError("it is no zip archive, or has the directory of a very large one: make a tar.gz")
-        with zipfile.ZipFile(stream) as archive:
-            for entry in archive.infolist():
-                yield entry.filename, entry.file_size, lambda: archive.open(entry)  # noqa: B023
-        return
-    stream.seek(0)
-    limited = _Limited(gzip.GzipFile(fileobj=stream) if start.startswith(b"\x1f\x8b") else stream, most)
-    tar = tarfile.TarFile(fileobj=limited)  # type: ignore[arg-type]
-    for member in tar:
-        if member.isreg() and not member.issparse():
-            yield member.name, member.size, lambda: tar.extractfile(member)  # noqa: B023
-        elif not member.isdir() and is_read(safe_path(member.name).name):
-            raise ValueError(f"{member.name[:80]!r} is no plain file")
-        tar.members.clear()  # type: ignore[attr-defined]  # it keeps each header
 
 
 class _Limited:

@@ -28,15 +28,15 @@ from manylora.adapters.remote.files import (
 setup_logger(quiet=True)  # its lines would be beside the server's log
 
 TIMEOUTS = (10, 60)  # seconds to connect, and without a byte
-MAX_MANIFEST, MAX_LAYERS = 2**22, 256
+MAX_MANIFEST = 2**22
 LOOPBACK = re.compile(r"(localhost|127\.[\d.]+|\[::1\])(:\d+)?")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 ACCEPT = ", ".join(
     f"application/vnd.{kind}+json" for kind in ("oci.image.manifest.v1", "oci.image.index.v1",
     "docker.distribution.manifest.v2", "docker.distribution.manifest.list.v2")
 )  # fmt: skip
-TITLES = ("org.opencontainers.image.title", "org.cncf.model.filepath")
 TARS = ("tar", "tar+gzip", "tar.gzip", "tar.gz")
+TITLES = ("org.opencontainers.image.title", "org.cncf.model.filepath")
 
 
 class _Client(OrasRegistry):
@@ -67,7 +67,7 @@ class Registry:
             manifest = self._manifest(self._at.digest or self._at.tag)
             if "manifests" in manifest:  # an image for several platforms
                 manifest = self._manifest(str(manifest["manifests"][0]["digest"]))
-            return [one for one in map(_file_of, manifest["layers"][:MAX_LAYERS]) if one is not None]
+            return [one for one in map(_file_of, manifest["layers"]) if one is not None]
         except Exception as error:
             raise _problem(error) from error
 

@@ -41,7 +41,6 @@ MAX_RECORDS = 2**12  # of URLs
 AT_ONCE = 4  # downloads
 WAITS_S = 0.5, 1.0  # before a file is asked for again
 PART, ABANDONED_S = ".part-", 60.0  # folders of downloads; older ones that nobody holds are left over
-NOTHING = f"it has no {' or '.join(MARKS)}"
 Result = TypeVar("Result")
 
 
@@ -229,6 +228,7 @@ class AdapterSources:
             os.close(held)
 
     def _current(self, store: Any, given: str, record: dict[str, Any]) -> Located:
+        """store: finds and gets its files."""
         known = self._held(given, record)
         try:
             files: list[RemoteFile] = store.find(given)
@@ -240,7 +240,7 @@ class AdapterSources:
         state = [[one.name, one.size, one.version] for one in files]
         if known is not None and record.get("state") == state and all(one.version for one in files):
             return known
-        total, done = sum(one.size or 0 for one in files), 0
+        total, done = sum(one.size or 0 for one in files), 0  # done: those of further attempts, too
         self._check_size(len(files), total)
         self._make_room(total)
         with (
@@ -257,7 +257,6 @@ class AdapterSources:
             for number, file in enumerate(files):
                 target = staging / (f".archive-{number}" if file.unpack else file.name)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                before = done
                 for wait_s in (*WAITS_S, None):
                     try:
                         store.get(file, target, count)
@@ -265,12 +264,7 @@ class AdapterSources:
                     except SourceError as error:
                         if wait_s is None or not error.passing:
                             raise
-                        done = before
                         time.sleep(wait_s)
-                if file.size not in (None, target.stat().st_size):
-                    raise SourceError(
-                        f"{file.name} does not have the {file.size} bytes that were told", passing=True
-                    )
                 if file.unpack:
                     unpack(target, staging, self._max_bytes)
                     target.unlink()
@@ -292,7 +286,8 @@ class AdapterSources:
         folders = folders or {path.parent for path in every if path.suffix in SINGLE}
         if len(folders) != 1:
             found = ", ".join(sorted(str(one.relative_to(staging)) for one in folders)[:4])
-            raise SourceError(f"it has several adapters: {found}" if found else NOTHING, missing=not found)
+            told = f"it has several adapters: {found}" if found else f"it has no {' or '.join(MARKS)}"
+            raise SourceError(told, missing=not found)
         [folder] = folders
         _check_has_manifest(folder)
         digest = hashlib.sha256()
@@ -344,7 +339,5 @@ class AdapterSources:
             if total > self._max_bytes and remove_unless_held(folder):
                 total -= used
         if total > self._max_bytes and needed:
-            most = f"the {size(self._max_bytes)} of --lora-download-bytes"
-            raise SourceError(
-                f"{size(needed)} do not fit: adapters in use take {most}: unload some, or raise it"
-            )
+            told = f"{size(needed)} do not fit beside adapters in use: unload some, or raise"
+            raise SourceError(f"{told} --lora-download-bytes")

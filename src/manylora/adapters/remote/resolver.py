@@ -185,7 +185,7 @@ class AdapterSources:
         except Exception as error:
             if own is None and not isinstance(error, OSError):
                 raise
-            logger.error("%s cannot be stored in %s: %s", name, self._folder, error)
+            logger.error("%s cannot be stored in %s: %s", name, self._folder, shown(str(error)))
             told = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             raise SourceError(f"{name} cannot be had: {shown(told)}") from error
 
@@ -235,7 +235,7 @@ class AdapterSources:
         except SourceError as error:
             if not error.passing or known is None:
                 raise
-            logger.warning("%s: %s; what was downloaded before is used", shown(given), error)
+            logger.warning("%s: %s; what was downloaded before is used", shown(given), shown(str(error)))
             return known
         state = [[one.name, one.size, one.version] for one in files]
         if known is not None and record.get("state") == state and all(one.version for one in files):

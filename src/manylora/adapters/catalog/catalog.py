@@ -186,6 +186,9 @@ class AdapterCatalog:
 
     async def _download(self, given: str) -> Located:
         """Raises CatalogError."""
+        if not self._sources.allows(given):
+            text = "lora_path: requests may name plain URLs below those of --lora-allowed-source only"
+            raise CatalogError("not_allowed", text, "lora_path")
         locate = partial(self._sources.locate, given, by_request=True)
         try:
             return await asyncio.wrap_future(self._sources.in_background(locate))
@@ -290,15 +293,12 @@ class AdapterCatalog:
         was read; returns its final path. number: of this version; 0: the next one. Raises CatalogError; then
         nothing has changed.
         """
-        located, path = None, Path() if is_url(given) else self._path_below(given, self._sent)[0]
-        if is_url(given) and not self._sources.allows(given):
-            text = "lora_path: requests may name plain URLs below those of --lora-allowed-source only"
-            raise CatalogError("not_allowed", text, "lora_path")
-        self.check_new(name, replace=replace)
+        located = None
         if is_url(given):
+            self.check_new(name, replace=replace)
             located = await self._download(given)
-            path = located.path
-            self.check_new(name, replace=replace)  # another may have come meanwhile
+        path = self._path_below(given, self._sent)[0] if located is None else located.path
+        self.check_new(name, replace=replace)  # another may have come meanwhile
         old = self._entries.get(name)
         found = await self._reader.on_thread(fingerprint, path)
         entry = AdapterEntry(name, path, False, found, terms=terms or Terms(), located=located)

@@ -20,6 +20,20 @@ QUESTION = "What is the capital of France?"
 ADAPTER = LoRARequest("chinese", 1, str(DEMO / "adapters" / "chinese"))
 
 
+CHAT: dict[str, Any] = {"model": "chinese", "messages": [{"role": "user", "content": QUESTION}]}
+DOORS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": "chinese", "prompt": QUESTION, "stream": True},
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"model": "chinese", "input": QUESTION},
+    "/v1/embeddings": {"model": "chinese", "input": QUESTION},
+    "/v1/messages": {**CHAT, "max_tokens": 4},
+    "/api/chat": {**CHAT, "stream": True},
+    "/generate": {"inputs": QUESTION},
+    "/generate_stream": {"inputs": QUESTION, "parameters": {"adapter_id": "chinese"}},
+}
+TOKENS = {"chunks": [{"tokens": [1, 331, 434]}]}
+
+
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(DEMO / "base", enable_lora=True, device="cpu", max_batch_size=4) as made:
@@ -62,6 +76,11 @@ def test_a_deeper_sleep_and_words_that_are_wrong(llm: LLM) -> None:
     assert llm.stats().weight_bytes == 0
     with pytest.raises(RequestError, match="weights, kv_cache"):
         llm.wake_up(["adapters"])
+    llm.wake_up(["kv_cache"])
+    with pytest.raises(RequestError, match="wholly"):
+        llm.sleep(2)
+    with pytest.raises(SleepingError):  # a sleep that is refused wakes nobody up
+        answers(llm)
     llm.wake_up()
     assert answers(llm)
     with pytest.raises(ValueError, match="1 or 2"):
@@ -78,6 +97,9 @@ def test_recurrent_states_and_encoders_come_back(family: str, tmp_path: Path) ->
         llm.sleep(2)
         llm.wake_up()
         after = llm.generate([[5, 6, 7] * 12], params, use_tqdm=False)
+    for call in (llm.sleep, llm.wake_up):
+        with pytest.raises(RequestError):  # it is shut down: nobody waits for it
+            call()
     assert isinstance(before, list) and isinstance(after, list)
     assert before[0].outputs[0].token_ids == after[0].outputs[0].token_ids
 
@@ -97,9 +119,13 @@ def test_a_server_finishes_what_runs_and_refuses_the_rest() -> None:
             assert text[-1] == "data: [DONE]" and '"finish_reason":"length"' in text[-2]
             assert slept.result(60).status_code == 200
         assert server.http.get("/is_sleeping").json() == {"is_sleeping": True}
-        refused = server.post(model="chinese", prompt=QUESTION)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "sleeping")
-        assert refused.headers["retry-after"]
+        for path, asked in DOORS.items():
+            refused = server.post(path, **asked)
+            assert refused.status_code == 503 and "asleep" in refused.text, path
+            assert refused.headers["retry-after"]
+        begun = server.post("/api/v1/asample", base_model="demo", sampling_params={}, prompt=TOKENS).json()
+        found = server.post("/api/v1/retrieve_future", request_id=begun["request_id"]).json()
+        assert "asleep" in found["error"] and found["category"] == "server", "its client tries again"
         assert server.http.get("/health/ready").status_code == 503
         assert server.http.get("/health").status_code == 200
         for path, hint in (
@@ -122,11 +148,22 @@ def test_without_the_flag_it_is_not_there(server: Running) -> None:
         assert answer.status_code == 404 and "--enable-sleep-mode" in answer.json()["error"]["message"]
 
 
-def test_moved_tensors_come_back_and_share_memory_again() -> None:
+def test_moved_tensors_come_back_and_share_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = torch.arange(12.0).view(3, 4)
     part = {"head": whole, "rows": [whole[1:]], "own": (torch.ones(2, dtype=torch.bfloat16),)}
     moved = Moved(tensors_in(part))
     assert whole.numel() == part["rows"][0].numel() == 0
+    move, full = torch.UntypedStorage.to, [True]
+
+    def to(storage: torch.UntypedStorage, **device: Any) -> Any:
+        if storage.nbytes() < 8 and full.pop():
+            raise torch.OutOfMemoryError
+        return move(storage, **device)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "to", to)
+        with pytest.raises(torch.OutOfMemoryError):
+            moved.back()
     moved.back()
     assert torch.equal(whole, torch.arange(12.0).view(3, 4)) and part["own"][0].tolist() == [1, 1]
     whole[1, 0] = 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -183,36 +184,37 @@ class Engine:
             )
         return events
 
+    @property
+    def is_asleep(self) -> bool:
+        return self._sleep is not None
+
     def sleep(self, level: int) -> None:
         """Free memory while there are no requests, as `Sleep`. Prefixes are forgotten, adapters stay. Raises
-        RequestError if there are several ranks.
+        RequestError if there are several ranks, or if it is half awake.
         """
         assert not self._requests
         if self._parts.leader is not None:
             raise RequestError("sleep needs an engine with one rank: stop the server instead")
+        if self._sleep is not None and self._sleep.missing != set(TAGS):
+            raise RequestError("wake the engine up wholly before it sleeps again")
         if self._sleep is not None and self._sleep.level >= level:
             return
-        if self._sleep is None:
-            self._process(self._in_flight)
-            self._kv.drop_all()
-            self._stats_asleep = self.stats()
-        elif self._sleep.missing != set(TAGS):
-            raise RequestError("wake the engine up wholly before it sleeps again")
+        self._process(self._in_flight)
         self._in_flight, self._processed, self._last_step = None, None, Step(())
-        states = self._kv.states
+        self._kv.drop_all()
+        stats, states = self.stats(), self._kv.states
         self._sleep = Sleep(self._parts, level, 0 if states is None else states.num_slots)
-        assert self._stats_asleep is not None
-        weights = self._stats_asleep.weight_bytes if level == 1 else 0
-        self._stats_asleep = replace(self._stats_asleep, kv_bytes=0, weight_bytes=weights)
+        weights = stats.weight_bytes if level == 1 else 0
+        self._stats_asleep = replace(stats, kv_bytes=0, weight_bytes=weights)
         self._take_parts(self._sleep.asleep)
-        self._sleep.free()
+        gc.collect()  # nobody holds the old parts any more
+        self._parts.device.release_memory()
 
-    def wake_up(self, tags: set[str]) -> bool:
-        """Get the memory of these TAGS back. Whether requests can be served again. Raises ConfigError."""
+    def wake_up(self, tags: set[str]) -> None:
+        """Get the memory of these TAGS back. Raises ConfigError."""
         if self._sleep is not None and (parts := self._sleep.wake(tags)) is not None:
             reloaded, self._sleep, self._stats_asleep = self._sleep.level == 2, None, None
             self._take_parts(parts, reloaded)
-        return self._sleep is None
 
     def _take_parts(self, parts: EngineParts, reloaded: bool = False) -> None:
         if parts.store is not None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import MOST_SAVED, Engine, open_engine
@@ -20,10 +20,10 @@ from manylora.engine.requests import Prepared
 from manylora.engine.sleeping import TAGS
 from manylora.errors import (
     AdapterNotCachedError,
+    ConfigError,
     DrainingError,
     EngineDeadError,
     GroupLostError,
-    ManyloraError,
     QueueFullError,
     RequestError,
     SleepingError,
@@ -74,7 +74,7 @@ class EngineLoop:
         self.is_sleeping = False  # requests are refused
         self._to_sleep: list[tuple[int, Future[None]]] = []  # until open requests have ended
         self.death: EngineDeadError | None = None
-        self._publishing: set[Future[AdapterVersion]] = set()
+        self._promised: set[Future[Any]] = set()  # of `publish`, `sleep` and `wake_up`
         # Changed by the engine thread only.
         self._tickets: dict[int, int] = {}  # engine handle -> ticket
         self._handles: dict[int, int] = {}  # ticket -> engine handle
@@ -107,6 +107,18 @@ class EngineLoop:
     def fail(self, reason: str) -> None:
         """Treat the engine thread as dead because it is stuck. Thread-safe."""
         self._die(EngineDeadError(f"The engine stopped: {reason}"))
+
+    def _promise(self) -> Future[Any]:
+        """A result that `_keep` or `_die` will give. Raises DrainingError and EngineDeadError."""
+        done: Future[Any] = Future()
+        done.set_running_or_notify_cancel()  # from here on nobody who waits for it can cancel it
+        with self._lock:
+            if self.death:
+                raise self.death
+            if self._closing:
+                raise DrainingError()
+            self._promised.add(done)
+        return done
 
     def submit(self, request: Request, sink: Sink) -> int:
         """Queue a request. Returns a ticket for `cancel`. An error in it is its only event. Raises
@@ -151,28 +163,9 @@ class EngineLoop:
 
     def publish(self, lora: LoraInput) -> Future[AdapterVersion]:
         """As `Engine.publish`, before later requests. May raise RequestError and EngineDeadError."""
-        done: Future[AdapterVersion] = Future()
-        with self._lock:
-            if self.death:
-                raise self.death
-            self._publishing.add(done)
-
-        def publish() -> None:
-            version: AdapterVersion | None = None
-            failure: RequestError | None = None
-            try:
-                version = self._engine.publish(lora)
-            except Exception as error:
-                failure = as_refusal(error, "The adapter could not be taken")
-            with self._lock:
-                is_open = done in self._publishing  # otherwise `_die` has ended it
-                self._publishing.discard(done)
-            if is_open and version is not None:
-                done.set_result(version)
-            elif is_open:
-                done.set_exception(failure)
-
-        self._inbox.put(publish)
+        done: Future[AdapterVersion] = self._promise()
+        failed = "The adapter could not be taken"
+        self._inbox.put(lambda: self._keep(done, partial(self._engine.publish, lora), failed))
         return done
 
     def stats(self) -> EngineStats:
@@ -215,10 +208,8 @@ class EngineLoop:
         """Refuse requests from now on, and free memory as `Engine.sleep` when the open ones have ended. May
         raise RequestError and EngineDeadError.
         """
-        done: Future[None] = Future()
+        done: Future[None] = self._promise()
         with self._lock:
-            if self.death:
-                raise self.death
             self.is_sleeping = True
             self._to_sleep.append((level, done))
         self._inbox.put(self._try_to_sleep)
@@ -231,16 +222,14 @@ class EngineLoop:
         wrong = next((one for one in tags or () if one not in TAGS), None)
         if wrong is not None:
             raise RequestError(f"tags must be of {', '.join(TAGS)}, got {wrong!r}")
-        done: Future[None] = Future()
-        with self._lock:
-            if self.death:
-                raise self.death
+        done: Future[None] = self._promise()
 
         def wake() -> None:
-            waiting, self._to_sleep = self._to_sleep, []
+            with self._lock:
+                waiting, self._to_sleep = self._to_sleep, []
             for _, other in waiting:
-                other.set_exception(RequestError("wake_up was called before the engine slept"))
-            self._apart(done, lambda: self._woke(set(TAGS if tags is None else tags)))
+                self._end(other, RequestError("wake_up was called before the engine slept"))
+            self._change(done, partial(self._engine.wake_up, set(TAGS if tags is None else tags)))
 
         self._inbox.put(wake)
         return done
@@ -374,28 +363,36 @@ class EngineLoop:
         """Once no request is open."""
         while self._to_sleep and not self._sinks:
             level, done = self._to_sleep.pop(0)
-            self._apart(done, partial(self._slept, level))
+            self._change(done, partial(self._engine.sleep, level))
 
-    def _slept(self, level: int) -> None:
-        try:
-            self._engine.sleep(level)
-        except BaseException:
-            self.is_sleeping = False
-            raise
-
-    def _woke(self, tags: set[str]) -> None:
-        self.is_sleeping = not self._engine.wake_up(tags)
-
-    def _apart(self, done: Future[None], action: Command) -> None:
-        """Run what may take as long as a start, during which the thread does not count as stuck."""
+    def _change(self, done: Future[None], action: Command) -> None:
+        """Fall asleep or wake. It may take as long as a start, so the thread does not count as stuck."""
         self._idle = True
-        try:
-            action()
-        except Exception as error:
-            done.set_exception(error if isinstance(error, ManyloraError) else as_refusal(error, "It failed"))
-        else:
-            done.set_result(None)
+        self._keep(done, action, "The engine's memory could not be changed")
         self._turn_at, self._idle = time.monotonic(), False
+
+    def _keep(self, done: Future[Any], action: Callable[[], Any], failed: str) -> None:
+        """Answer what `_promise` made. failed: starts the text of an unexpected error."""
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            result = action()
+        except ConfigError as error:
+            failure = error
+        except Exception as error:
+            failure = as_refusal(error, failed)
+        with self._lock:
+            self.is_sleeping = self._engine.is_asleep or bool(self._to_sleep)
+        self._end(done, failure, result)
+
+    def _end(self, done: Future[Any], failure: Exception | None, result: Any = None) -> None:
+        with self._lock:
+            is_open = done in self._promised  # otherwise `_die` has ended it
+            self._promised.discard(done)
+        if is_open and failure is not None:
+            done.set_exception(failure)
+        elif is_open:
+            done.set_result(result)
 
     def _take_stats(self) -> None:
         self._stats, self._stats_at = self._engine.stats(), time.monotonic()
@@ -452,11 +449,9 @@ class EngineLoop:
         with self._lock:
             self.death = self.death or death
             orphans, self._sinks = self._sinks, {}
-            unpublished, self._publishing = self._publishing, set()
-        for done in unpublished:
+            promised, self._promised = self._promised, set()
+        for done in promised:
             done.set_exception(death)
-        for _, slept in self._to_sleep:
-            slept.set_exception(death)
         self._engine.end_waits()
         self._delivering = True  # so that `_delivered` is called once, after every sink
         for sink in orphans.values():

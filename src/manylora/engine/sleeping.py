@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import FunctionType, ModuleType
@@ -37,11 +36,6 @@ class Sleep:
         moves = level == 1 and parts.device.torch.type != "cpu"
         self._moved = Moved(tensors_in(parts.decoder)) if moves else None
 
-    def free(self) -> None:
-        """Give memory back to the system and the device, once nobody holds the old parts any more."""
-        gc.collect()
-        self.asleep.device.release_memory()
-
     def wake(self, tags: set[str]) -> EngineParts | None:
         """The parts of an engine that is awake, once all TAGS have been woken. Raises ConfigError."""
         parts = self.asleep
@@ -64,23 +58,23 @@ class Moved:
     """Tensors whose memory is on the host. Those that share memory share it again after `back`."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._storages: dict[int, Any] = {}
-        self._places: list[tuple[Tensor, torch.device, int, tuple[Any, ...]]] = []
+        self._storages: dict[int, tuple[Any, torch.device]] = {}
+        self._places: list[tuple[Tensor, int, tuple[Any, ...]]] = []
         for one in tensors:
             storage = one.untyped_storage()
             key = storage.data_ptr()
             if key not in self._storages:
-                self._storages[key] = storage.clone() if one.device.type == "cpu" else storage.cpu()
-            self._places.append((one, one.device, key, (one.storage_offset(), one.shape, one.stride())))
+                moved = storage.clone() if one.device.type == "cpu" else storage.cpu()
+                self._storages[key] = moved, one.device
+            self._places.append((one, key, (one.storage_offset(), one.shape, one.stride())))
         for one, *_ in self._places:
-            one.data = torch.empty(0, dtype=one.dtype, device=one.device)
+            one.data = one.data.new_empty(0)
 
     def back(self) -> None:
-        made: dict[int, Any] = {}
-        for one, device, key, place in self._places:
-            if key not in made:
-                made[key] = self._storages.pop(key).to(device=device)
-            one.data = torch.empty(0, dtype=one.dtype, device=device).set_(made[key], *place)
+        """All or none of them, so that it can be tried again."""
+        made = {key: storage.to(device=device) for key, (storage, device) in self._storages.items()}
+        for one, key, place in self._places:
+            one.data = one.data.new_empty(0).set_(made[key], *place)
 
 
 def tensors_in(part: Any) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ from manylora.doors.http.api import errors
 from manylora.doors.http.api.errors import FORMAT, ApiError, as_api_error, invalid_value
 from manylora.doors.http.serving.fair_queue import FairQueue
 from manylora.doors.http.serving.metrics import History
-from manylora.errors import AdapterChangedError, AdapterNotCachedError, EngineDeadError
+from manylora.errors import AdapterChangedError, AdapterNotCachedError, DrainingError, EngineDeadError
 from manylora.generation.generation import Generation
 from manylora.generation.pooled import PooledGeneration
 from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
@@ -208,7 +208,7 @@ class Backend:
         if not (follows or self.engine.resident(task_id_of(old))):
             return
         lora = LoraInput(version.task_id, name=version.name, checked=adapter, version=version.number)
-        with contextlib.suppress(EngineDeadError):
+        with contextlib.suppress(EngineDeadError, DrainingError):
             self.engine.publish(lora)
 
     def submit(self, call: Call[Any]) -> None:

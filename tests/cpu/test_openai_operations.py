@@ -180,7 +180,9 @@ def test_a_full_disk_loses_lines_and_nothing_else() -> None:
     try:
         assert server.post(model="demo", prompt="a", max_tokens=1).status_code == 200
         wait_for(lambda: server.metric("manylora_usage_log_dropped_total") == 1)
-        assert server.post(model="demo", prompt="a", max_tokens=1).status_code == 200
+        sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+        assert server.post("/api/v1/asample", base_model="demo", **sample).status_code == 200
+        wait_for(lambda: server.metric("manylora_usage_log_dropped_total") == 2)
     finally:
         server.close()
 

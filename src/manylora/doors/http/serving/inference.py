@@ -184,12 +184,18 @@ class Inference:
         return await self._respond(request, body, asked, [prompt.ids], [prompt.text], build)
 
     async def complete(
-        self, request: Request, body: CompletionRequest, key: ApiKey, build: BuildResponse | None = None
+        self,
+        request: Request,
+        body: CompletionRequest,
+        key: ApiKey,
+        build: BuildResponse | None = None,
+        asked: ResolvedRequest | None = None,
     ) -> Response:
+        """asked: None: as from `ask`, with this body."""
         given, special = _prompts(body.prompt), body.add_special_tokens
         self._check_count(len(given) * (body.best_of or body.n))
         whole = body.truncate_prompt_tokens is None
-        asked = await self.ask(body, key)
+        asked = asked or await self.ask(body, key)
         encode = asked.prompts.encode
         prompts = [
             await encode(one, special, "prompt", whole) if isinstance(one, str) else tuple(one)
@@ -204,6 +210,7 @@ class Inference:
         """The call of one prompt, for `finish`. asked: as from `ask`. Raises ApiError."""
         self._check_count(body.n)
         self._check_ids([prompt])
+        self.shared_names.update(asked.choice.shared)
         return self._call(
             body, prompt, asked, Signal(), secrets.token_hex(12), shared_of(body, self.limits, self.tokenizer)
         )

@@ -429,8 +429,7 @@ def _ending(output: CompletionOutput) -> dict[str, Any]:
 
 class RunningCalls:
     """The calls of one HTTP request. A client that disconnects cancels them, and on_disconnect is called if
-    that happens during a stream. key: name of the API key. model: that answers.
-    asked: model that was asked for.
+    that happens during a stream. names: as of `report`.
     """
 
     def __init__(
@@ -440,13 +439,11 @@ class RunningCalls:
         changed: Signal,
         request: Request,
         on_disconnect: Callable[[], None] | None,
-        key: str,
-        model: str,
-        asked: str,
+        *names: str,
     ) -> None:
         self._backend, self._calls, self._changed = backend, calls, changed
         self._on_disconnect, self._request = on_disconnect, request
-        self._key, self._model, self._asked = key, model, asked
+        self._names = names
         self._streaming = self._disconnected = False
 
         def disconnected() -> None:
@@ -489,30 +486,13 @@ class RunningCalls:
         if self._streaming and self._on_disconnect is not None:  # the stream is not complete
             self._on_disconnect()
         self.watcher.cancel()
-        if self._backend.on_finished:
-            self._report()
-        for call in self._calls:
-            if not call.generation.ended:
-                self._backend.cancel(call)
-
-    def _report(self) -> None:
         failed = next((call.error for call in self._calls if call.error is not None), None)
         left = self._disconnected or (self._streaming and failed is None)
         status = 499 if left else 200 if failed is None else failed.status
-        request = self._request
-        done = FinishedRequest(
-            name=request_id(request),
-            route=request.url.path,
-            key=self._key,
-            model=self._model,
-            asked=self._asked,
-            status=status,
-            calls=tuple(self._calls),
-            ended=time.monotonic(),
-            parent={name: request.headers[name] for name in HEADERS if name in request.headers},
-        )
-        for tell in self._backend.on_finished:
-            tell(done)
+        report(self._backend, self._request, self._calls, status, *self._names)
+        for call in self._calls:
+            if not call.generation.ended:
+                self._backend.cancel(call)
 
     async def _wait(self) -> None:
         """Wait for a change. Raises ApiError if a call failed or the client disconnected."""
@@ -522,3 +502,21 @@ class RunningCalls:
         for call in self._calls:
             if call.error is not None:
                 raise call.error
+
+
+def report(
+    backend: Backend,
+    request: Request,
+    calls: Sequence[Call[Any]],
+    status: int,
+    key: str,
+    model: str,
+    asked: str,
+) -> None:
+    """Tell the usage log and the tracer of calls that have ended. key: name of the API key. model: that
+    answers. asked: model that was asked for.
+    """
+    for tell in backend.on_finished:
+        parent = {name: request.headers[name] for name in HEADERS if name in request.headers}
+        names = request_id(request), request.url.path, key, model, asked
+        tell(FinishedRequest(*names, status, tuple(calls), time.monotonic(), parent))

@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from manylora.doors.http.api import logprobs
 from manylora.doors.http.api.errors import ApiError, renamed
-from manylora.doors.http.api.schema import CompletionRequest
+from manylora.doors.http.api.parsing import validate
+from manylora.doors.http.api.schema import AdapterFields
 from manylora.doors.http.api.tgi_request import (
     MAX_STOPS,
     NAMES,
@@ -71,8 +72,7 @@ class TgiApi:
         inference, given = self._inference, body.parameters
         adapters = adapter_fields(given, inference.bases[0])
         try:
-            named = CompletionRequest.model_validate({**adapters, "prompt": ""})
-            asked = await inference.ask(named, key)
+            asked = await inference.ask(validate(adapters, AdapterFields), key)
             ids = await asked.prompts.encode(body.inputs, True, "prompt", given.truncate is None)
             ids = ids[-given.truncate :] if given.truncate else ids
             ends = asked.end_ids(inference.model)
@@ -80,7 +80,7 @@ class TgiApi:
             completion = completion_request(body, adapters, ids, room, ends, stream)
             seed = completion.seed if given.samples else None
             build = partial(TgiAnswer, body, seed, as_list)
-            return await inference.complete(request, completion, key, build)
+            return await inference.complete(request, completion, key, build, asked)
         except ApiError as error:
             raise renamed(error, NAMES) from error
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Annotated, Any, Literal
@@ -15,7 +15,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from manylora.doors.http.api import logprobs
-from manylora.doors.http.api.errors import ApiError, invalid_value, queue_full, unsupported_field
+from manylora.doors.http.api.errors import (
+    ApiError,
+    as_api_error,
+    invalid_value,
+    queue_full,
+    unsupported_field,
+)
 from manylora.doors.http.api.parsing import validate
 from manylora.doors.http.api.schema import (
     MAX_TOKENS,
@@ -30,8 +36,11 @@ from manylora.doors.http.api.schema import (
 from manylora.doors.http.serving.backend import Call
 from manylora.doors.http.serving.inference import Inference
 from manylora.doors.http.serving.keys import ApiKey
+from manylora.doors.http.serving.responses import report
 from manylora.generation.generation import Generation
 from manylora.generation.outputs import TokenLogprob
+
+logger = logging.getLogger("manylora")
 
 SCHEME, SAMPLER = "tinker://", "sampler:"
 MAX_KEPT, MAX_KEPT_BYTES = 1024, 2**27  # samples that run or have ended; the oldest result goes first
@@ -115,8 +124,8 @@ class TinkerApi:
 
     def __init__(self, inference: Inference, alone: bool) -> None:
         self._inference, self._alone = inference, alone
-        # By request id, the oldest first: the key's name, and the result or what went wrong.
-        self._kept: OrderedDict[str, tuple[str, asyncio.Task[bytes | ApiError]]] = OrderedDict()
+        # By request id, the oldest first: the key's name, and what `retrieve_future` answers.
+        self._kept: dict[str, tuple[str, asyncio.Task[Response]]] = {}
 
     def other(self, path: str, key: ApiKey) -> dict[str, Any]:
         """path: below /api/v1/."""
@@ -144,18 +153,19 @@ class TinkerApi:
 
     async def asample(self, request: Request, body: SampleRequest, key: ApiKey) -> Response:
         """Begins. The answer has the id that `retrieve_future` takes."""
+        if not self._alone:
+            raise unsupported_field("asample is not supported in a fleet: use manylora serve")
         with ExitStack() as stack:
             stack.enter_context(key.request())
-            name, call = secrets.token_hex(16), await self._call(body, key)
+            name, call, names = secrets.token_hex(16), *await self._call(body, key)
             self._make_room(body.num_samples)
-            task = asyncio.create_task(self._run(call, body, stack.pop_all()))
+            task = asyncio.create_task(self._run(call, body, stack.pop_all(), request, names))
         self._kept[name] = key.name, task
         samples = [f"{name}:{number}" for number in range(body.num_samples)]
         return JSONResponse({"request_id": name, "sample_sequence_ids": samples})
 
-    async def _call(self, body: SampleRequest, key: ApiKey) -> Call[Generation]:
-        if not self._alone:
-            raise unsupported_field("asample is not supported in a fleet: use manylora serve")
+    async def _call(self, body: SampleRequest, key: ApiKey) -> tuple[Call[Generation], tuple[str, ...]]:
+        """With the names that `responses.report` takes."""
         inference, given = self._inference, body.sampling_params
         session = (body.sampling_session_id or "").removeprefix(SAMPLER)
         model = self._model(session or body.model_path or body.base_model or "", key)
@@ -178,13 +188,13 @@ class TinkerApi:
             "logprobs": body.topk_sample_logprobs,
             "prompt_logprobs": body.topk_prompt_logprobs if wanted else None,
         }
-        return inference.prepare(validate(completion, CompletionRequest), ids, asked)
+        call = inference.prepare(validate(completion, CompletionRequest), ids, asked)
+        return call, (key.name, asked.choice.answers or model, model)
 
     def _make_room(self, count: int) -> None:
         """Raises ApiError 429, after which clients wait."""
         self._inference.backend.queue.check_room(count)
-        done = {name: task for name, (_, task) in self._kept.items() if task.done()}
-        sizes = {name: 0 if task.cancelled() else _size(task.result()) for name, task in done.items()}
+        sizes = {name: len(task.result().body) for name, (_, task) in self._kept.items() if task.done()}
         left, total = len(self._kept), sum(sizes.values())
         for name, size in sizes.items():
             if left < MAX_KEPT and total <= MAX_KEPT_BYTES:
@@ -200,32 +210,43 @@ class TinkerApi:
         if not task.done():
             again = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
             return JSONResponse(again, 408)
-        if task.cancelled():
-            raise ApiError(410, "cancelled", "The request was cancelled")
-        found = task.result()
-        if isinstance(found, ApiError):
-            category = "user" if found.status < 500 else "server"
-            return JSONResponse({"error": found.message, "category": category})
-        return Response(found, media_type="application/x-protobuf")
+        return task.result()
 
     async def cancel_future(self, request: Request, body: Promise, key: ApiKey) -> Response:
         self._task(body.request_id, key).cancel()
         return JSONResponse({})
 
-    def _task(self, name: str, key: ApiKey) -> asyncio.Task[bytes | ApiError]:
+    def _task(self, name: str, key: ApiKey) -> asyncio.Task[Response]:
         owner, task = self._kept.get(name, ("", None))
         if task is None or owner != key.name:
             raise ApiError(410, "gone", "There is no result of this id any more: sample again")
         return task
 
     async def _run(
-        self, call: Call[Generation], body: SampleRequest, open_request: ExitStack
-    ) -> bytes | ApiError:
+        self,
+        call: Call[Generation],
+        body: SampleRequest,
+        open_request: ExitStack,
+        request: Request,
+        names: tuple[str, ...],
+    ) -> Response:
         with open_request:
+            status = 200
             try:
-                return _message(await self._inference.finish(call), body)
-            except ApiError as error:
-                return error
+                found = _message(await self._inference.finish(call), body)
+                return Response(found, media_type="application/x-protobuf")
+            except asyncio.CancelledError:
+                status = 499
+                return JSONResponse({"error": "The request was cancelled"}, 410)
+            except Exception as failure:
+                error = as_api_error(failure)
+                if error.code == "internal_error":
+                    logger.exception("a sample failed")
+                status = error.status
+                category = "user" if status < 500 else "server"
+                return JSONResponse({"error": error.message, "category": category})
+            finally:
+                report(self._inference.backend, request, [call], status, *names)
 
     def _model(self, given: str, key: ApiKey) -> str:
         """The name that a path or a base model means."""
@@ -234,10 +255,6 @@ class TinkerApi:
             raise invalid_value("model_path or base_model is required", "model_path")
         self._inference.choose_adapter(AdapterFields.model_validate({"model": name}), key)
         return name
-
-
-def _size(result: bytes | ApiError) -> int:
-    return len(result) if isinstance(result, bytes) else 0
 
 
 def _message(generation: Generation, body: SampleRequest) -> bytes:

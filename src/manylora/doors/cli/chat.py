@@ -145,7 +145,7 @@ class InProcess:
 
     def __init__(self, options: argparse.Namespace) -> None:
         root = options.lora_root
-        given = [_adapter(one, below_root=bool(root)) for one in options.lora]
+        given = [adapter_of(one, below_root=bool(root)) for one in options.lora]
         self.first = given[0][0] if given else None
         print(f"Loading {options.model} …", file=sys.stderr, flush=True)  # now: to import torch takes seconds
         from manylora.doors.python.llm import LLM
@@ -251,7 +251,7 @@ def ask_server(url: str, path: str, body: Mapping[str, Any] | None = None) -> An
         raise RequestError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
 
 
-def _adapter(given: str, below_root: bool) -> tuple[str, str]:
+def adapter_of(given: str, below_root: bool) -> tuple[str, str]:
     """Name and path of NAME=PATH, of a path or of a hub id. No path: a name in --lora-root."""
     name, equals, path = given.partition("=")
     if equals:

@@ -7,17 +7,15 @@ import gc
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from manylora.checkpoints.gguf.config import linked_files
-from manylora.config.hub import is_hub_id, local_adapter, local_model
-from manylora.doors.cli.chat import ask_server
+from manylora.config.hub import local_adapter, local_model
+from manylora.doors.cli.chat import adapter_of, ask_server
 from manylora.errors import ConfigError, ManyloraError, RequestError
 from manylora.generation.tokenizer import Tokenizer
 from manylora.system.command_line import Parser
@@ -44,61 +42,12 @@ BASE = "base model"
 TOKENS = 16  # that a served model adds to each prompt: they are compared too
 AT_ONCE = 8  # adapters in one batch, so that mixed batches are what is compared
 FACTOR = 3.0  # of the noise floor that is allowed
-LEAST_MAX, LEAST_MEAN = 0.02, 0.002  # allowed in any case: adapters may be rounded to 16 bits
+LEAST = {"max": 0.02, "mean": 0.002}  # allowed in any case: adapters may be rounded to 16 bits
 Prompts = Sequence[tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A text's token ids, and of each after the first its log probability and the most probable id there.
-
-    best: None if a server does not tell.
-    """
-
-    ids: Sequence[int]
-    logprobs: np.ndarray
-    best: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Of log probabilities of `tokens` tokens. argmax: how many have another most probable token."""
-
-    max: float = 0.0
-    mean: float = 0.0
-    argmax: int | None = None
-    tokens: int = 0
-
-    @classmethod
-    def of(cls, some: Sequence[Scored], others: Sequence[Scored]) -> Difference:
-        pairs = list(zip(some, others, strict=True))
-        apart = np.concatenate([np.abs(a.logprobs - b.logprobs) for a, b in pairs])
-        apart = np.where(np.isnan(apart), np.inf, apart)
-        others_best = [(a.best, b.best) for a, b in pairs if a.best is not None and b.best is not None]
-        argmax = sum(int(np.count_nonzero(a != b)) for a, b in others_best) if others_best else None
-        return cls(float(apart.max()), float(apart.mean()), argmax, len(apart))
-
-    def over(self, other: Difference) -> Difference:
-        """The larger of both."""
-        return replace(self, max=max(self.max, other.max), mean=max(self.mean, other.mean))
-
-
-@dataclass(frozen=True)
-class Result:
-    """noise: the noise floor. effect: what the adapter changes in the reference."""
-
-    name: str
-    served: Difference = Difference()
-    noise: Difference = Difference()
-    effect: Difference | None = None
-    problem: str = ""
-
-    def agrees(self, tolerance: float | None) -> bool:
-        """tolerance: allowed maximum, instead of a multiple of the noise floor."""
-        if tolerance is not None:
-            return not self.problem and self.served.max <= tolerance
-        most, mean = max(LEAST_MAX, FACTOR * self.noise.max), max(LEAST_MEAN, FACTOR * self.noise.mean)
-        return not self.problem and self.served.max <= most and self.served.mean <= mean
+Scored = tuple[Sequence[int], np.ndarray]
+"""A text's token ids, and the log probability of each after the first."""
+Served = tuple[dict[str, list[Scored]], dict[str, str], "torch.dtype"]
+"""By name what was served, and why not; the dtype that was computed in."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,27 +65,44 @@ def _parser() -> Parser:
     parser = Parser(prog="manylora verify", description=DESCRIPTION)
     add: Callable[..., Any] = parser.add_argument
     add("model", metavar="MODEL", help="Hugging Face folder, GGUF file, or hub id org/name")
-    adapter = "an adapter; PATH: a PEFT folder or hub id. May be repeated, or take several values"
-    add("--lora", "--lora-modules", action="extend", nargs="+", default=[], metavar="NAME=PATH", help=adapter)
+    adapter = "an adapter; PATH: a PEFT folder or hub id. NAME alone: one in --lora-root. May be repeated"
+    add(
+        "--lora",
+        "--lora-modules",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME[=PATH]",
+        help=adapter,
+    )
     add("--lora-root", type=Path, metavar="FOLDER", help="folder with one adapter per subfolder")
-    add("--reference", choices=("hf", "peft"), default="hf", help="transformers + PEFT; both names mean it")
+    add("--reference", choices=("hf",), default="hf", help="transformers + PEFT")
     other = "the base model for the reference, if transformers cannot read MODEL"
     add("--reference-model", metavar="MODEL", help=other)
     add("--prompts", type=Path, metavar="FILE", help="a prompt per line; default: eight short texts")
     add(
         "--tolerance", type=float, metavar="X", help="largest difference allowed; default: by the noise floor"
     )
-    add("--device", help="of the served model: auto, cpu, cuda, cuda:N")
+    add("--device", help="of the served model: auto, cpu, cuda, cuda:N; not with --url")
     dtypes = ("auto", "float32", "float16", "bfloat16")
     add("--dtype", choices=dtypes, help="of the served model; with --url: for the noise floor only")
     add("--url", metavar="ADDRESS", help="a running server with OpenAI's API; its key: OPENAI_API_KEY")
-    add("--model", dest="served", metavar="NAME", help="the base model's name there; default: its first")
+    add(
+        "--model",
+        dest="served",
+        metavar="NAME",
+        help="with --url: the base model's name there; default: its first",
+    )
     add("--json", action="store_true", help="print the report as JSON")
     return parser
 
 
 def _verify(options: argparse.Namespace) -> int:
     """Raises ConfigError, RequestError, ValueError, OSError, ImportError."""
+    if options.url and options.device:
+        raise ConfigError("--device is of a model that is served here: leave it out, or --url")
+    if options.served and not options.url:
+        raise ConfigError("--model is a name at a running server: give --url too")
     adapters = _adapters(options)
     prompts: Sequence[str] = PROMPTS
     if options.prompts is not None:
@@ -164,29 +130,18 @@ def _verify(options: argparse.Namespace) -> int:
     if options.dtype not in (None, "auto"):  # weights were rounded to it, whatever is computed in
         dtype = getattr(torch, options.dtype)
     gc.collect()
-    results = _compare(reference, adapters, served, dtype)
-    results += [Result(name, problem=problem) for name, problem in problems.items()]
-    return _report(options, results, dtype)
+    return _report(options, _compare(reference, adapters, served, problems, dtype), dtype)
 
 
 def _adapters(options: argparse.Namespace) -> dict[str, Path]:
     """Raises ConfigError."""
-    found = {}
-    if options.lora_root is not None:
-        if not options.lora_root.is_dir():
-            raise ConfigError(f"--lora-root {options.lora_root} is no folder")
-        files = sorted(options.lora_root.glob("*/adapter_config.json"))
-        found = {file.parent.name: file.parent for file in files}
-    for given in options.lora:
-        name, equals, path = given.partition("=")
-        if not (name and path and equals) or not (Path(path).exists() or is_hub_id(path)):
-            raise ConfigError(f"--lora must be NAME=PATH with a path that exists or a hub id, got {given!r}")
-        found[name] = local_adapter(path)
-    return found
-
-
-Served = tuple[dict[str, list[Scored]], dict[str, str], "torch.dtype"]
-"""By name what was served, and why not; the dtype that was computed in."""
+    root = options.lora_root
+    given = [adapter_of(one, below_root=root is not None) for one in options.lora]
+    if root is not None and not given:
+        given = [(file.parent.name, "") for file in sorted(root.glob("*/adapter_config.json"))]
+        if not given:
+            raise ConfigError(f"--lora-root {root} has no folders with an adapter_config.json")
+    return {name: local_adapter(path or root / name) for name, path in given}
 
 
 def _by_llm(
@@ -259,49 +214,43 @@ def _by_server(
 def _ask(url: str, model: str, ids: Sequence[int]) -> Scored:
     """Raises RequestError."""
     asked = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0}
-    try:
-        with ask_server(url, "completions", {**asked, "prompt_logprobs": 1}) as answer:
-            rows = json.load(answer)["choices"][0]["prompt_logprobs"][1:]
-        logprobs = [row[str(one)]["logprob"] for one, row in zip(ids[1:], rows, strict=True)]
-        best = [int(max(row, key=lambda one: row[one]["logprob"])) for row in rows]
-        return Scored(ids, np.array(logprobs), np.array(best))
-    except (RequestError, LookupError, TypeError, ValueError):  # a server without prompt_logprobs
-        with ask_server(url, "completions", {**asked, "echo": True, "logprobs": 1}) as answer:
-            found = json.load(answer)["choices"][0].get("logprobs") or {}
+    with ask_server(url, "completions", {**asked, "echo": True, "logprobs": 1}) as answer:
+        found = json.load(answer)["choices"][0].get("logprobs") or {}
     known = (found.get("token_logprobs") or [])[1 : len(ids)]
     if len(known) != len(ids) - 1 or None in known:
-        raise RequestError("the server gives no log probabilities of prompts (prompt_logprobs, or echo)")
-    return Scored(ids, np.array(known))
+        raise RequestError("the server gives no log probabilities of prompts (echo with logprobs)")
+    return ids, np.array(known)
 
 
 def _scored(ids: Sequence[int], rows: np.ndarray) -> Scored:
     """rows: [len(ids) - 1, vocabulary] logits; row i predicts ids[i + 1]."""
     most = rows.max(axis=1, keepdims=True)
     total = most[:, 0] + np.log(np.exp(rows - most, dtype=np.float32).sum(axis=1, dtype=np.float64))
-    chosen = rows[np.arange(len(rows)), list(ids[1:])]
-    return Scored(ids, chosen - total, rows.argmax(axis=1))
+    return ids, rows[np.arange(len(rows)), list(ids[1:])] - total
 
 
 def _compare(
-    folder: Path, adapters: Mapping[str, Path], served: Mapping[str, list[Scored]], dtype: torch.dtype
-) -> list[Result]:
-    """One reference model at a time is in memory. Raises ConfigError."""
+    folder: Path,
+    adapters: Mapping[str, Path],
+    served: Mapping[str, list[Scored]],
+    problems: dict[str, str],
+    dtype: torch.dtype,
+) -> list[dict[str, Any]]:
+    """A row for the report of each. One reference model at a time is in memory. Raises ConfigError."""
     import torch
 
     known: dict[torch.dtype, dict[str, list[Scored]]] = {torch.float32: {}, dtype: {}}
     plain: dict[str, list[Scored]] = {}  # the same texts without the adapter
-    problems: dict[str, str] = {}
     for kind, found in known.items():
         _say(f"computing the reference in {_name(kind)} …")
         model = _load(folder, kind)
-        before = _reference(model, served[BASE][:1])[0].logprobs
+        before = _reference(model, None, served[BASE][:1])[0][1]
         for name, texts in served.items():
             if kind == torch.float32:
-                plain[name] = _reference(model, texts)
+                plain[name] = _reference(model, None, texts)
             try:
-                with _with_adapter(model, adapters.get(name)) as adapted:
-                    found[name] = _reference(adapted, texts)
-                after = _reference(model, served[BASE][:1])[0].logprobs
+                found[name] = _reference(model, adapters.get(name), texts)
+                after = _reference(model, None, served[BASE][:1])[0][1]
             except Exception as error:  # PEFT has no class of its own for what it cannot read
                 problems[name] = f"PEFT cannot read it: {type(error).__name__}: {str(error)[:300]}"
                 after = before[:0]
@@ -310,15 +259,32 @@ def _compare(
                 model = _load(folder, kind)
         del model
         gc.collect()
-    exact, results = known[torch.float32], []
+    exact = known[torch.float32]
+    base, rows = _difference(served[BASE], exact[BASE]), []
     for name, texts in served.items():
-        if name in problems:
-            results.append(Result(name, problem=problems[name]))
-            continue
-        effect = None if name == BASE else Difference.of(exact[name], plain[name])
-        noise = Difference.of(known[dtype][name], exact[name])
-        results.append(Result(name, Difference.of(texts, exact[name]), noise, effect))
-    return results
+        if name not in problems:
+            noise = _difference(known[dtype][name], exact[name])
+            if name != BASE:
+                noise = {one: max(value, base[one]) for one, value in noise.items()}
+            row = {"served": _difference(texts, exact[name]), "noise": noise}
+            rows.append({"name": name, **row, "effect": _difference(exact[name], plain[name])})
+    return rows + [{"name": name, "problem": problem} for name, problem in problems.items()]
+
+
+def _difference(some: Sequence[Scored], others: Sequence[Scored]) -> dict[str, float]:
+    """The largest and the mean one of log probabilities. What is no number is infinitely far."""
+    apart = np.concatenate([np.abs(a - b) for (_, a), (_, b) in zip(some, others, strict=True)])
+    apart = np.where(np.isnan(apart), np.inf, apart)
+    return {"max": float(apart.max()), "mean": float(apart.mean()), "tokens": len(apart)}
+
+
+def _agrees(row: Mapping[str, Any], tolerance: float | None) -> bool:
+    """tolerance: the largest difference allowed, instead of a multiple of the noise floor."""
+    if "problem" in row:
+        return False
+    if tolerance is not None:
+        return bool(row["served"]["max"] <= tolerance)
+    return all(row["served"][one] <= max(least, FACTOR * row["noise"][one]) for one, least in LEAST.items())
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:
@@ -338,65 +304,55 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
         raise ConfigError(reason) from error
 
 
-@contextmanager
-def _with_adapter(model: Any, path: Path | None) -> Iterator[Any]:
-    """Raises ValueError if PEFT leaves tensors of the file out, and what PEFT raises."""
-    if path is None:
-        yield model
-        return
+def _reference(model: Any, adapter: Path | None, texts: Sequence[Scored]) -> list[Scored]:
+    """Raises ValueError if PEFT leaves tensors of the adapter's file out, and what PEFT raises."""
     import peft
-
-    config = peft.PeftConfig.from_pretrained(str(path))
-    config.inference_mode = True
-    adapted = peft.get_peft_model(model, config)
-    try:
-        left = adapted.load_adapter(str(path), "default").unexpected_keys
-        if left:
-            raise ValueError(f"it leaves out {len(left)} tensors, as {left[0]}")
-        yield adapted.eval()
-    finally:
-        if hasattr(adapted.base_model, "unload"):
-            adapted.unload()
-
-
-def _reference(model: Any, texts: Sequence[Scored]) -> list[Scored]:
     import torch
 
-    found = []
-    with torch.inference_mode():
-        for text in texts:
-            logits = model(torch.tensor([list(text.ids)])).logits[0, -len(text.ids) : -1]
-            found.append(_scored(text.ids, logits.float().numpy()))
+    adapted, found = model, []
+    try:
+        if adapter is not None:
+            config = peft.PeftConfig.from_pretrained(str(adapter))
+            config.inference_mode = True
+            adapted = peft.get_peft_model(model, config)
+            left = adapted.load_adapter(str(adapter), "default").unexpected_keys
+            if left:
+                raise ValueError(f"it leaves out {len(left)} tensors, as {left[0]}")
+        adapted.eval()
+        with torch.inference_mode():
+            for ids, _ in texts:
+                logits = adapted(torch.tensor([list(ids)])).logits[0, -len(ids) : -1]
+                found.append(_scored(ids, logits.float().numpy()))
+    finally:
+        if adapted is not model and hasattr(adapted.base_model, "unload"):
+            adapted.unload()
     return found
 
 
-def _report(options: argparse.Namespace, results: Sequence[Result], dtype: torch.dtype) -> int:
+def _report(options: argparse.Namespace, rows: list[dict[str, Any]], dtype: torch.dtype) -> int:
     """Print it, and return the exit status."""
-    base = results[0].served
-    results = [results[0], *(replace(one, noise=one.noise.over(base)) for one in results[1:])]
-    verdicts = ["PASS" if one.agrees(options.tolerance) else "FAIL" for one in results]
-    failed = verdicts.count("FAIL")
+    for row in rows:
+        row["verdict"] = "PASS" if _agrees(row, options.tolerance) else "FAIL"
+    failed = sum(row["verdict"] == "FAIL" for row in rows)
     if options.json:
-        rows = [{**asdict(one), "verdict": verdict} for one, verdict in zip(results, verdicts, strict=True)]
         shown = {"model": options.model, "dtype": _name(dtype), "reference": "float32", "results": rows}
         print(json.dumps(shown | {"verdict": "FAIL" if failed else "PASS"}, indent=2))
         return int(failed > 0)
-    width = max(len(one.name) for one in results)
+    width = max(len(row["name"]) for row in rows)
     print(f"log probabilities served in {_name(dtype)}: differences from transformers + PEFT in float32")
-    heads = ("max", "mean", "argmax", "noise max", "noise mean", "effect")
+    heads = ("max", "mean", "noise max", "noise mean", "effect")
     print(f"{'':<{width}}" + "".join(f"{head:>12}" for head in heads))
-    for one, verdict in zip(results, verdicts, strict=True):
-        if one.problem:
-            print(f"{one.name:<{width}}  {verdict}: {one.problem}")
+    for row in rows:
+        if "problem" in row:
+            print(f"{row['name']:<{width}}  {row['verdict']}: {row['problem']}")
             continue
-        served, noise, effect = one.served, one.noise, one.effect
-        numbers = [f"{value:.2g}" for value in (served.max, served.mean, noise.max, noise.mean)]
-        numbers.insert(2, "-" if served.argmax is None else f"{served.argmax}/{served.tokens}")
-        numbers.append("" if effect is None else f"{effect.mean:.2g}")
-        little = effect is not None and effect.mean < max(LEAST_MEAN, FACTOR * noise.mean)
+        noise, effect = row["noise"], row["effect"]["mean"]
+        numbers = [*(row[one][of] for one in ("served", "noise") for of in LEAST), effect]
+        little = row["name"] != BASE and effect < max(LEAST["mean"], FACTOR * noise["mean"])
         hint = ": the adapter changes less than this can tell" if little else ""
-        print(f"{one.name:<{width}}" + "".join(f"{one:>12}" for one in numbers) + f"  {verdict}{hint}")
-    print(f"FAIL: {failed} of {len(results)} differ by more than the noise" if failed else "PASS")
+        texts = "".join(f"{number:>12.2g}" for number in numbers)
+        print(f"{row['name']:<{width}}{texts}  {row['verdict']}{hint}")
+    print(f"FAIL: {failed} of {len(rows)} differ by more than the noise" if failed else "PASS")
     return int(failed > 0)
 
 

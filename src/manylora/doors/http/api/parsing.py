@@ -144,6 +144,7 @@ INSTEAD = {
     ),
     "extra_body": "put what it holds beside the other fields, as the openai package does",
     **dict.fromkeys(("parameters", "sampling_params"), "put what it holds beside the other fields"),
+    "api_token": "the operator's HF_TOKEN is used, at the start of the server",
     "chat_template": "the operator sets it (--chat-template); chat_template_kwargs are its variables",
     "documents": "put them into messages, or into chat_template_kwargs if the template reads them",
     "enable_thinking": "put it into chat_template_kwargs",
@@ -158,5 +159,6 @@ INSTEAD = {
     "return_tokens_as_token_ids": "use return_token_ids",
     "stop_words": "use stop",
     "streaming": "use stream",
+    "typical_p": "use top_p or top_k",
 }
 """What to do instead, by the name of a field that is not accepted."""

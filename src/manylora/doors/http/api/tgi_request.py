@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from manylora.doors.http.api.errors import FORMAT, ApiError, invalid_value, unsupported_field
+from manylora.doors.http.api.errors import FORMAT, ApiError, invalid_value
 from manylora.doors.http.api.parsing import validate
 from manylora.doors.http.api.schema import MAX_TOKENS, Body, CompletionRequest, Items, Text, WordText
 from manylora.request import MAX_MIXED, MAX_SCALE
@@ -29,16 +28,12 @@ NAMES = {
     "best_of": "parameters.best_of",
     "stop": "parameters.stop",
     "temperature": "parameters.temperature",
+    "prompt": "inputs",
+    "seed": "parameters.seed",
     "guided_json": "parameters.grammar",
     "guided_regex": "parameters.grammar",
     FORMAT: "parameters.grammar",
 }
-INSTEAD = {
-    "typical_p": "use top_p or top_k",
-    "watermark": "leave it out",
-    "api_token": "the operator's HF_TOKEN is used, at the start of the server",
-}
-"""What to do instead of a parameter that cannot be honoured."""
 
 
 class Grammar(Body):
@@ -56,13 +51,13 @@ class JsonFormat(Body):
 
 
 class MergedAdapters(Body):
-    """Adapters that act together, each with its weight. Only the strategy linear is implemented."""
+    """Adapters that act together, each with its weight. The last two have no effect on linear."""
 
     ids: Annotated[Items[Text], Field(min_length=1, max_length=MAX_MIXED)]
     weights: Annotated[
         Items[Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)]], Field(min_length=1, max_length=MAX_MIXED)
     ]
-    merge_strategy: Literal["linear", "ties", "dare_linear", "dare_ties"] = "linear"
+    merge_strategy: Literal["linear"] = "linear"
     density: float | None = None
     majority_sign_method: Literal["total", "frequency"] | None = None
 
@@ -71,9 +66,8 @@ class TgiParameters(Body):
     """max_new_tokens: null: the rest of the context, as in LoRAX; missing: 100, as in TGI."""
 
     adapter_id: Annotated[str, Field(max_length=4096)] = ""
-    adapter_source: Literal["hub", "local", "s3", "pbase"] | None = None
+    adapter_source: Literal["hub", "local", "s3"] | None = None
     merged_adapters: MergedAdapters | None = None
-    api_token: str | None = None
     best_of: int = Field(1, ge=1, le=128)
     decoder_input_details: bool = False
     details: bool = False
@@ -86,7 +80,6 @@ class TgiParameters(Body):
     response_format: JsonFormat | None = None
     return_full_text: bool = False
     return_k_alternatives: int | None = Field(None, ge=0, le=20)
-    schema_: dict[str, Any] | str | None = Field(None, alias="schema")
     seed: int | None = Field(None, ge=0, le=2**64 - 1)
     stop: Items[WordText] = Field([], max_length=MAX_STOPS)
     stop_sequences: Items[WordText] = Field([], max_length=MAX_STOPS)
@@ -95,8 +88,7 @@ class TgiParameters(Body):
     top_n_tokens: int | None = Field(None, ge=0, le=20)
     top_p: float | None = Field(None, gt=0, le=1)
     truncate: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    typical_p: float | None = None
-    watermark: bool = False
+    watermark: Literal[False] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -111,11 +103,6 @@ class TgiParameters(Body):
         asked = (self.temperature, self.top_k, self.top_p)
         return self.temperature != 0 and (self.do_sample or any(one is not None for one in asked))
 
-    @property
-    def top(self) -> int:
-        """Alternatives per token."""
-        return self.top_n_tokens or self.return_k_alternatives or 0
-
 
 class TgiRequest(Body):
     """stream has no effect on /generate_stream, which always streams."""
@@ -127,30 +114,18 @@ class TgiRequest(Body):
 
 def adapter_fields(given: TgiParameters, base: str) -> dict[str, Any]:
     """The fields of a completion that name its adapters. Raises ApiError."""
-    merged = given.merged_adapters
-    if given.adapter_source == "pbase":
-        reason = "parameters.adapter_source pbase is not supported: Predibase's registry is not asked"
-        raise unsupported_field(reason, "parameters.adapter_source")
+    merged, where = given.merged_adapters, "parameters.merged_adapters"
     if merged is not None:
         if given.adapter_id:
-            reason = "parameters.adapter_id and parameters.merged_adapters exclude each other: give one"
-            raise invalid_value(reason, "parameters.merged_adapters")
-        where = "parameters.merged_adapters"
-        if merged.merge_strategy != "linear":
-            reason = f"{where}.merge_strategy {merged.merge_strategy} is not supported: use linear"
-            raise unsupported_field(reason, f"{where}.merge_strategy")
+            raise invalid_value(f"parameters.adapter_id and {where} exclude each other: give one", where)
         if len(merged.ids) != len(merged.weights):
             raise invalid_value(f"{where}: ids and weights must have the same length", where)
-        members = [
-            {"name": name, "scale": scale} for name, scale in zip(merged.ids, merged.weights, strict=True)
-        ]
-        return {"model": base, "lora": members}
+        members = zip(merged.ids, merged.weights, strict=True)
+        return {"model": base, "lora": [{"name": name, "scale": scale} for name, scale in members]}
     if given.adapter_id in ("", BASE_MODEL):
         return {"model": base}
     if given.adapter_source == "local":  # a name, or a path that the operator allows
         return {"model": base, "lora_path": given.adapter_id}
-    if len(given.adapter_id) > 512:
-        raise invalid_value("parameters.adapter_id may have 512 characters", "parameters.adapter_id")
     return {"model": given.adapter_id}
 
 
@@ -166,7 +141,9 @@ def completion_request(
     that end an output. Raises ApiError.
     """
     given = body.parameters
-    _check(given, stream)
+    if given.best_of > 1 and (stream or not given.samples):
+        reason = "parameters.best_of above 1 needs sampling (do_sample, or a temperature) and no stream"
+        raise invalid_value(reason, "parameters.best_of")
     wanted = room if given.max_new_tokens is None else given.max_new_tokens
     if "max_new_tokens" not in given.model_fields_set:
         wanted = min(wanted, room)
@@ -178,7 +155,7 @@ def completion_request(
         known |= {"temperature": 0.0, "top_k": -1, "top_p": 1.0}
     stops = list(dict.fromkeys([*given.stop, *given.stop_sequences]))
     seed = secrets.randbits(63) if given.seed is None else given.seed
-    shown = stream or given.details
+    top = given.top_n_tokens or given.return_k_alternatives or 0
     completion = {
         **adapters,
         **{name: value for name, value in known.items() if value is not None},
@@ -193,60 +170,29 @@ def completion_request(
         "include_stop_str_in_output": True,
         "ignore_eos": True,
         "stop_token_ids": [] if given.ignore_eos_token else list(end_ids),
-        "logprobs": given.top if shown else 0 if given.best_of > 1 else None,
+        "logprobs": top if stream or given.details else 0 if given.best_of > 1 else None,
         "prompt_logprobs": 0 if given.decoder_input_details else None,
         "stream": stream,
     }
     return validate(completion, CompletionRequest)
 
 
-def _check(given: TgiParameters, stream: bool) -> None:
-    for name, instead in INSTEAD.items():
-        if getattr(given, name) not in (None, False):
-            raise unsupported_field(f"parameters.{name} is not supported: {instead}", f"parameters.{name}")
-    if given.best_of > 1 and not given.samples:
-        reason = "parameters.best_of above 1 needs sampling: give do_sample true or a temperature"
-        raise invalid_value(reason, "parameters.best_of")
-    if given.best_of > 1 and stream:
-        raise invalid_value("parameters.best_of must be 1 in a stream", "parameters.best_of")
-
-
 def _guide(given: TgiParameters) -> dict[str, Any]:
     """The field of a completion for what binds the output. Raises ApiError."""
-    found: dict[str, Any] = {}
     wanted = given.response_format
     if given.grammar is not None:
+        if wanted is not None:
+            reason = "parameters.grammar and parameters.response_format both bind the answer: give one"
+            raise invalid_value(reason, "parameters.response_format")
         kind, value = given.grammar.type, given.grammar.value
         if kind == "regex" and not isinstance(value, str):
             raise invalid_value("parameters.grammar.value must be a text", "parameters.grammar.value")
         if kind == "json_schema" and isinstance(value, dict) and isinstance(value.get("schema"), dict):
             value = value["schema"]
-        found["parameters.grammar"] = {"guided_regex" if kind == "regex" else "guided_json": value}
-    if wanted is not None and wanted.type != "text":
-        if wanted.type == "json_schema" and wanted.schema_ is None:
-            field = "parameters.response_format.schema"
-            raise ApiError(400, "missing_field", f"{field} is required", field)
-        schema = {"type": "object"} if wanted.schema_ is None else wanted.schema_
-        found["parameters.response_format"] = {"guided_json": schema}
-    if given.schema_ is not None:
-        found["parameters.schema"] = {"guided_json": given.schema_}
-    if len(found) > 1:
-        first, second = list(found)[:2]
-        raise invalid_value(f"{first} and {second} both bind the answer: give one", second)
-    return next(iter(found.values()), {})
-
-
-def text_of_error(error: ApiError) -> tuple[int, str]:
-    """HTTP status and `error_type` of an error, as TGI has them."""
-    if error.status in (400, 413, 415, 422):
-        return (422 if error.status == 400 else error.status), "validation"
-    if error.status == 429:
-        return 429, "overloaded"
-    if error.status == 500:
-        return 424, "generation"
-    return error.status, "generation" if error.status > 500 else error.code
-
-
-def error_body(error: ApiError) -> bytes:
-    """As in an event of a stream."""
-    return json.dumps({"error": error.message, "error_type": text_of_error(error)[1]}).encode()
+        return {"guided_regex" if kind == "regex" else "guided_json": value}
+    if wanted is None or wanted.type == "text":
+        return {}
+    if wanted.type == "json_schema" and wanted.schema_ is None:
+        field = "parameters.response_format.schema"
+        raise ApiError(400, "missing_field", f"{field} is required", field)
+    return {"guided_json": {"type": "object"} if wanted.schema_ is None else wanted.schema_}

@@ -19,8 +19,6 @@ from manylora.doors.http.api.tgi_request import (
     TgiRequest,
     adapter_fields,
     completion_request,
-    error_body,
-    text_of_error,
 )
 from manylora.doors.http.serving.inference import Inference
 from manylora.doors.http.serving.keys import ApiKey
@@ -125,7 +123,9 @@ class TgiAnswer(ResponseBuilder):
             texts = self._texts(tokens, report.finish_reason is not None)
         events = []
         for number, (one, text) in enumerate(zip(tokens, texts, strict=True), 1):
-            event: dict[str, Any] = {"index": self._sent + number, **self._token(one, text, stream=True)}
+            event: dict[str, Any] = {"index": self._sent + number, "token": self._token(one, text)}
+            if self._asked.parameters.top_n_tokens:
+                event["top_tokens"] = self._others(one)
             event |= {"generated_text": None, "details": None}
             if report.finish_reason is not None and number == len(tokens):
                 event |= {"generated_text": self._text(report), "details": self._summary(generation, report)}
@@ -137,7 +137,7 @@ class TgiAnswer(ResponseBuilder):
         return b""
 
     def error_events(self, error: ApiError) -> bytes:
-        return b"data:" + error_body(renamed(error, NAMES)) + b"\n\n"
+        return b"data:" + error_response(error).body + b"\n\n"
 
     def _text(self, output: CompletionOutput) -> str:
         return self._asked.inputs + output.text if self._asked.parameters.return_full_text else output.text
@@ -152,26 +152,23 @@ class TgiAnswer(ResponseBuilder):
             for at, one in enumerate(tokens)
         ]
 
-    def _token(self, one: TokenLogprob, text: str, *, stream: bool) -> dict[str, Any]:
-        """Of a stream: an event's fields. Otherwise a token's, of which `top_tokens` are taken."""
-        found: dict[str, Any] = {**self._entry(one.token_id, one.logprob or 0.0, text)}
-        others = [self._entry(i, value, self._tokenizer.decode([i], False)) for i, value in one.top]
+    def _token(self, one: TokenLogprob, text: str) -> dict[str, Any]:
+        found: dict[str, Any] = self._entry(one.token_id, one.logprob or 0.0, text)
         if self._asked.parameters.return_k_alternatives:
-            found["alternative_tokens"] = others
-        more = {"top_tokens": others} if self._asked.parameters.top_n_tokens else {}
-        return {"token": found, **more} if stream else {**found, **more}
+            found["alternative_tokens"] = self._others(one)
+        return found
+
+    def _others(self, one: TokenLogprob) -> list[dict[str, Any]]:
+        return [self._entry(i, value, self._tokenizer.decode([i], False)) for i, value in one.top]
 
     def _entry(self, token_id: int, logprob: float, text: str) -> dict[str, Any]:
         return {"id": token_id, "text": text, "logprob": logprob, "special": self._special(token_id)}
 
     def _output_details(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
         known = logprobs.output_logprobs(output, generation.alternatives(output.index))
-        stream = self._tokenizer.stream(False)
-        self._stream = stream
-        tokens = [
-            self._token(one, text, stream=False)
-            for one, text in zip(known, self._texts(known, True), strict=True)
-        ]
+        self._stream = self._tokenizer.stream(False)
+        texts = self._texts(known, True)
+        tokens = [self._token(one, text) for one, text in zip(known, texts, strict=True)]
         prefill: list[dict[str, Any]] = []
         if generation.decoding.prompt_top is not None and generation.context_logits is not None:
             for one in logprobs.prompt_logprobs(generation.prompt, generation.context_logits, 0):
@@ -179,7 +176,7 @@ class TgiAnswer(ResponseBuilder):
                 prefill.append({"id": one.token_id, "text": text, "logprob": one.logprob})
         found = {**self._summary(generation, output), "prefill": prefill, "tokens": tokens}
         if self._asked.parameters.top_n_tokens:
-            found["top_tokens"] = [one.pop("top_tokens") for one in tokens]
+            found["top_tokens"] = [self._others(one) for one in known]
         return found
 
     def _summary(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
@@ -198,6 +195,13 @@ class TgiAnswer(ResponseBuilder):
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    error = renamed(error, NAMES)
-    status, kind = text_of_error(error)
+    """With TGI's status and type."""
+    error, kind = renamed(error, NAMES), error.code
+    status = {400: 422, 500: 424}.get(error.status, error.status)
+    if status in (413, 415, 422):
+        kind = "validation"
+    elif status == 429:
+        kind = "overloaded"
+    elif status == 424 or status > 500:
+        kind = "generation"
     return JSONResponse({"error": error.message, "error_type": kind}, status, headers=error.headers)

@@ -201,7 +201,7 @@ FREE = {
     "cache": "the page asks all the time",
     **dict.fromkeys(("models", "model", "ollama_tags", "ollama_running", "tgi_info"), LISTS),
     **dict.fromkeys(("batches.file", "batches.files", "batches.batch", "batches.list"), POLLED),
-    **dict.fromkeys(("tinker.retrieve_future", "tinker.cancel_future", "tinker_other"), POLLED),
+    **dict.fromkeys(("tinker.retrieve_future", "tinker_other"), POLLED),
     "tinker.asample": "counts until its sample has ended, which is after its answer",
     **dict.fromkeys(("version", "describe", "docs", "page", "ollama_version"), "needs no key"),
 }

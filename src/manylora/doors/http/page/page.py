@@ -38,7 +38,6 @@ BODIES: dict[str, type[Body]] = {
     "tgi.compat": TgiRequest,
     "tinker.asample": tinker.SampleRequest,
     "tinker.retrieve_future": tinker.Promise,
-    "tinker.cancel_future": tinker.Promise,
     "tinker.create_sampling_session": tinker.SamplingSession,
     "pooled.embeddings": pooled.EmbeddingRequest,
     "pooled.classify": pooled.ClassifyRequest,

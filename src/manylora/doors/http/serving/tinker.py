@@ -48,21 +48,19 @@ WAIT_S = 20.0  # that a client waits for a result before it is told to ask again
 MASKED = -99999.0  # log probability of an alternative that there is not
 FIXED: dict[str, dict[str, Any]] = {
     "client/config": {"use_pyqwest_transport": False},
-    "client/dynamic_config": {"sample_cancel_enabled": True},
+    "client/dynamic_config": {"sample_cancel_enabled": False},
     "session_heartbeat": {"type": "session_heartbeat"},
     "telemetry": {"status": "accepted"},
     "healthz": {"status": "ok"},
 }
 """Answers that depend on nothing."""
 TINKER_ROUTES = [
-    *(
-        ("POST", f"/api/v1/{name}", f"tinker.{name}")
-        for name in ("asample", "retrieve_future", "cancel_future", "create_sampling_session")
-    ),
-    *(
-        ("GET", f"/api/v1/{name}", "tinker_other")
-        for name in ("healthz", "get_server_capabilities", "samplers/{name:path}")
-    ),
+    ("POST", "/api/v1/asample", "tinker.asample"),
+    ("POST", "/api/v1/retrieve_future", "tinker.retrieve_future"),
+    ("POST", "/api/v1/create_sampling_session", "tinker.create_sampling_session"),
+    ("GET", "/api/v1/healthz", "tinker_other"),
+    ("GET", "/api/v1/get_server_capabilities", "tinker_other"),
+    ("GET", "/api/v1/samplers/{name:path}", "tinker_other"),
     ("POST", "/api/v1/{name:path}", "tinker_other"),
 ]
 
@@ -87,13 +85,16 @@ class TinkerSampling(Body):
     top_p: float = Field(1.0, ge=0, le=1)
 
 
-class SampleRequest(Body):
+class ModelChoice(Body):
+    base_model: Text | None = None
+    model_path: Text | None = None
+
+
+class SampleRequest(ModelChoice):
     type: Literal["sample"] = "sample"
     num_samples: int = Field(1, ge=1, le=128)
     prompt: ModelInput
     sampling_params: TinkerSampling
-    base_model: Text | None = None
-    model_path: Text | None = None
     sampling_session_id: Text | None = None
     seq_id: int | None = None
     prompt_logprobs: bool = False
@@ -104,12 +105,10 @@ class SampleRequest(Body):
     record_stability_info: Literal[False] = False
 
 
-class SamplingSession(Body):
+class SamplingSession(ModelChoice):
     type: Literal["create_sampling_session"] = "create_sampling_session"
     session_id: Text
     sampling_session_seq_id: int
-    base_model: Text | None = None
-    model_path: Text | None = None
 
 
 class Promise(Body):
@@ -169,7 +168,7 @@ class TinkerApi:
         inference, given = self._inference, body.sampling_params
         session = (body.sampling_session_id or "").removeprefix(SAMPLER)
         model = self._model(session or body.model_path or body.base_model or "", key)
-        asked = await inference.ask(AdapterFields.model_validate({"model": model}), key)
+        asked = await inference.ask(validate({"model": model}, AdapterFields), key)
         ids = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
         stop: Sequence[Any] = [given.stop] if isinstance(given.stop, str) else given.stop or ()
         ends = list(asked.end_ids(inference.model)) if given.stop != [] else []
@@ -205,22 +204,14 @@ class TinkerApi:
             raise queue_full()
 
     async def retrieve_future(self, request: Request, body: Promise, key: ApiKey) -> Response:
-        task = self._task(body.request_id, key)
+        owner, task = self._kept.get(body.request_id, ("", None))
+        if task is None or owner != key.name:
+            raise ApiError(410, "gone", "There is no result of this id any more: sample again")
         await asyncio.wait({task}, timeout=WAIT_S)
         if not task.done():
             again = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
             return JSONResponse(again, 408)
         return task.result()
-
-    async def cancel_future(self, request: Request, body: Promise, key: ApiKey) -> Response:
-        self._task(body.request_id, key).cancel()
-        return JSONResponse({})
-
-    def _task(self, name: str, key: ApiKey) -> asyncio.Task[Response]:
-        owner, task = self._kept.get(name, ("", None))
-        if task is None or owner != key.name:
-            raise ApiError(410, "gone", "There is no result of this id any more: sample again")
-        return task
 
     async def _run(
         self,
@@ -231,13 +222,11 @@ class TinkerApi:
         names: tuple[str, ...],
     ) -> Response:
         with open_request:
-            status = 200
+            status = 499
             try:
                 found = _message(await self._inference.finish(call), body)
+                status = 200
                 return Response(found, media_type="application/x-protobuf")
-            except asyncio.CancelledError:
-                status = 499
-                return JSONResponse({"error": "The request was cancelled"}, 410)
             except Exception as failure:
                 error = as_api_error(failure)
                 if error.code == "internal_error":
@@ -253,7 +242,7 @@ class TinkerApi:
         name = given.removeprefix(SCHEME)
         if not name:
             raise invalid_value("model_path or base_model is required", "model_path")
-        self._inference.choose_adapter(AdapterFields.model_validate({"model": name}), key)
+        self._inference.choose_adapter(validate({"model": name}, AdapterFields), key)
         return name
 
 
@@ -262,20 +251,18 @@ def _message(generation: Generation, body: SampleRequest) -> bytes:
     found = []
     for output in generation.report():
         tokens = logprobs.output_logprobs(output, generation.alternatives(output.index))
-        sequence = _number(1, int(output.finish_reason == "length"))
-        sequence += _bytes(2, np.array([one.token_id for one in tokens], "<i4").tobytes())
-        sequence += _bytes(3, np.array([one.logprob for one in tokens], "<f4").tobytes())
-        sequence += _top(4, tokens, body.topk_sample_logprobs)
-        found.append(_bytes(1, sequence))
+        sequence = _field(1, int(output.finish_reason == "length"))
+        sequence += _field(2, np.array([one.token_id for one in tokens], "<i4").tobytes())
+        sequence += _field(3, np.array([one.logprob for one in tokens], "<f4").tobytes())
+        found.append(_field(1, sequence + _top(4, tokens, body.topk_sample_logprobs)))
     if generation.context_logits is not None:
-        top = body.topk_prompt_logprobs
+        top, last = body.topk_prompt_logprobs, body.prompt_logprobs_last_n
         known = logprobs.prompt_logprobs(generation.prompt, generation.context_logits, top)
-        last = body.prompt_logprobs_last_n
         for at in range(0 if last is None else max(0, len(known) - last)):
             known[at] = TokenLogprob(known[at].token_id, None)
         if body.prompt_logprobs:
             values = [np.nan if one.logprob is None else one.logprob for one in known]
-            found.append(_bytes(2, np.array(values, "<f4").tobytes()))
+            found.append(_field(2, np.array(values, "<f4").tobytes()))
         found.append(_top(3, known, top))
     return b"".join(found)
 
@@ -287,21 +274,17 @@ def _top(number: int, tokens: Sequence[TokenLogprob], count: int) -> bytes:
     for row, one in enumerate(tokens):
         if one.logprob is not None and one.top:
             ids[row, : len(one.top)], values[row, : len(one.top)] = zip(*one.top, strict=True)
-    parts = _bytes(1, ids.tobytes()), _bytes(2, values.tobytes()), _number(3, count), _number(4, len(tokens))
-    return _bytes(number, b"".join(parts))
+    parts = ids.tobytes(), values.tobytes(), count, len(tokens)
+    return _field(number, b"".join(_field(at, part) for at, part in enumerate(parts, 1)))
 
 
-def _bytes(number: int, data: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(data)) + data
-
-
-def _number(number: int, value: int) -> bytes:
-    return _varint(number << 3) + _varint(value)
-
-
-def _varint(value: int) -> bytes:
+def _field(number: int, value: int | bytes) -> bytes:
+    """Of a protocol buffer: a number, or bytes after their length."""
+    numbers = [number << 3, value] if isinstance(value, int) else [number << 3 | 2, len(value)]
     found = bytearray()
-    while value > 127:
-        found.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*found, value])
+    for one in numbers:
+        while one > 127:
+            found.append(one & 127 | 128)
+            one >>= 7
+        found.append(one)
+    return bytes(found) if isinstance(value, int) else bytes(found) + value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import gc
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any
@@ -29,10 +30,8 @@ class Sleep:
     def __init__(self, parts: EngineParts, level: int, num_slots: int) -> None:
         self.level, self.missing = level, set(TAGS)
         self._num_slots = num_slots
-        gone = {"kv": GONE, "states": GONE, "runner": GONE}
-        if level == 2:
-            gone["decoder"] = GONE
-        self.asleep = replace(parts, **gone)
+        gone = ("kv", "states", "runner", "decoder")[: 2 + level]
+        self.asleep = replace(parts, **dict.fromkeys(gone, GONE))
         moves = level == 1 and parts.device.torch.type != "cpu"
         self._moved = Moved(tensors_in(parts.decoder)) if moves else None
 
@@ -83,17 +82,10 @@ def tensors_in(part: Any) -> Iterator[Tensor]:
     left = [part]
     while left:
         one = left.pop()
-        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType | str | bytes | int | float):
+        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType):
             continue
         seen.add(id(one))
-        if isinstance(one, Tensor):
-            if one.numel():
-                yield one
-        elif isinstance(one, Mapping):
-            left += one.values()
-        elif isinstance(one, list | tuple | set | frozenset):
-            left += one
-        else:
-            names = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
-            left += [getattr(one, name) for name in names if hasattr(one, name)]
-            left += vars(one).values() if hasattr(one, "__dict__") else ()
+        if not isinstance(one, Tensor):
+            left += gc.get_referents(one)
+        elif one.numel():
+            yield one

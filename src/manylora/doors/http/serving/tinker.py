@@ -274,7 +274,7 @@ def _top(number: int, tokens: Sequence[TokenLogprob], count: int) -> bytes:
     for row, one in enumerate(tokens):
         if one.logprob is not None and one.top:
             ids[row, : len(one.top)], values[row, : len(one.top)] = zip(*one.top, strict=True)
-    parts = ids.tobytes(), values.tobytes(), count, len(tokens)
+    parts: tuple[int | bytes, ...] = ids.tobytes(), values.tobytes(), count, len(tokens)
     return _field(number, b"".join(_field(at, part) for at, part in enumerate(parts, 1)))
 
 

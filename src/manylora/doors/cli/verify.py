@@ -17,6 +17,7 @@ from manylora.checkpoints.gguf.config import linked_files
 from manylora.config.hub import local_adapter, local_model
 from manylora.doors.cli.chat import adapter_of, ask_server
 from manylora.errors import ConfigError, ManyloraError, RequestError
+from manylora.generation.outputs import from_logits
 from manylora.generation.tokenizer import Tokenizer
 from manylora.system.command_line import Parser
 
@@ -154,7 +155,7 @@ def _by_llm(
     from manylora.kernels.device import open_device
     from manylora.model.weights import compute_dtype
 
-    params = SamplingParams(max_tokens=TOKENS, return_context_logits=True, return_generation_logits=True)
+    params = SamplingParams(max_tokens=TOKENS, logprobs=0, return_context_logits=True)
     found: dict[str, list[Scored]] = {BASE: []}
     problems: dict[str, str] = {}
     with LLM(
@@ -182,11 +183,12 @@ def _by_llm(
                 outputs = llm.generate(*asked, use_tqdm=False)
                 assert isinstance(outputs, list)
                 for name, output in zip(some, outputs, strict=True):
-                    made, more = output.outputs[0], output.outputs[0].generation_logits
-                    assert output.context_logits is not None
-                    rows = output.context_logits[: len(prompt) - 1]
-                    rows = rows if more is None else np.concatenate([rows, more])
-                    found[name].append(_scored((*prompt, *made.token_ids)[: len(rows) + 1], rows))
+                    made = output.outputs[0]
+                    assert output.context_logits is not None and made.logprobs is not None
+                    values = [one.logprob for one in from_logits(prompt[1:], output.context_logits, 0)]
+                    pairs = zip(made.token_ids, made.logprobs, strict=False)
+                    values += [known[one].logprob for one, known in pairs]
+                    found[name].append(((*prompt, *made.token_ids), np.array(values)))
         dtype = compute_dtype(llm.config.dtype, config, open_device(llm.config.device))
     return found, problems, dtype
 
@@ -220,13 +222,6 @@ def _ask(url: str, model: str, ids: Sequence[int]) -> Scored:
     if len(known) != len(ids) - 1 or None in known:
         raise RequestError("the server gives no log probabilities of prompts (echo with logprobs)")
     return ids, np.array(known)
-
-
-def _scored(ids: Sequence[int], rows: np.ndarray) -> Scored:
-    """rows: [len(ids) - 1, vocabulary] logits; row i predicts ids[i + 1]."""
-    most = rows.max(axis=1, keepdims=True)
-    total = most[:, 0] + np.log(np.exp(rows - most, dtype=np.float32).sum(axis=1, dtype=np.float64))
-    return ids, rows[np.arange(len(rows)), list(ids[1:])] - total
 
 
 def _compare(
@@ -321,8 +316,9 @@ def _reference(model: Any, adapter: Path | None, texts: Sequence[Scored]) -> lis
         adapted.eval()
         with torch.inference_mode():
             for ids, _ in texts:
-                logits = adapted(torch.tensor([list(ids)])).logits[0, -len(ids) : -1]
-                found.append(_scored(ids, logits.float().numpy()))
+                given = torch.tensor([list(ids)])
+                values = adapted(given).logits[0, -len(ids) : -1].float().log_softmax(-1)
+                found.append((ids, values.gather(1, given[0, 1:, None])[:, 0].numpy()))
     finally:
         if adapted is not model and hasattr(adapted.base_model, "unload"):
             adapted.unload()

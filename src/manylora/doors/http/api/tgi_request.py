@@ -79,7 +79,6 @@ class TgiParameters(Body):
     repetition_penalty: float | None = Field(None, ge=0.001, le=100)
     response_format: JsonFormat | None = None
     return_full_text: bool = False
-    return_k_alternatives: int | None = Field(None, ge=0, le=20)
     seed: int | None = Field(None, ge=0, le=2**64 - 1)
     stop: Items[WordText] = Field([], max_length=MAX_STOPS)
     stop_sequences: Items[WordText] = Field([], max_length=MAX_STOPS)
@@ -155,7 +154,7 @@ def completion_request(
         known |= {"temperature": 0.0, "top_k": -1, "top_p": 1.0}
     stops = list(dict.fromkeys([*given.stop, *given.stop_sequences]))
     seed = secrets.randbits(63) if given.seed is None else given.seed
-    top = given.top_n_tokens or given.return_k_alternatives or 0
+    top = given.top_n_tokens or 0
     completion = {
         **adapters,
         **{name: value for name, value in known.items() if value is not None},

@@ -31,7 +31,7 @@ class SleepRoutes:
 
     async def sleep(self, request: Request) -> Response:
         """Answers once the open requests have ended and memory is free."""
-        loop, query = self._loop(request, change=True), request.query_params
+        loop, query = self._loop(request), request.query_params
         level = query.get("level", "1")
         if level not in ("1", "2"):
             raise invalid_value("level must be 1 or 2", "level")
@@ -41,14 +41,14 @@ class SleepRoutes:
         return Response()
 
     async def wake_up(self, request: Request) -> Response:
-        loop = self._loop(request, change=True)
+        loop = self._loop(request)
         await asyncio.wrap_future(loop.wake_up(request.query_params.getlist("tags") or None))
         return Response()
 
     async def is_sleeping(self, request: Request) -> Response:
         return JSONResponse({"is_sleeping": self._loop(request, change=False).is_sleeping})
 
-    def _loop(self, request: Request, change: bool) -> EngineLoop:
+    def _loop(self, request: Request, change: bool = True) -> EngineLoop:
         key = self._keyring.identify(credentials(request))
         if not self._enabled:
             raise ApiError(404, "not_found", f"{request.url.path} needs --enable-sleep-mode")

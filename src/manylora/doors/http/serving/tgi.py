@@ -123,7 +123,10 @@ class TgiAnswer(ResponseBuilder):
             texts = self._texts(tokens, report.finish_reason is not None)
         events = []
         for number, (one, text) in enumerate(zip(tokens, texts, strict=True), 1):
-            event: dict[str, Any] = {"index": self._sent + number, "token": self._token(one, text)}
+            event: dict[str, Any] = {
+                "index": self._sent + number,
+                "token": self._token(one.token_id, one.logprob or 0.0, text),
+            }
             if self._asked.parameters.top_n_tokens:
                 event["top_tokens"] = self._others(one)
             event |= {"generated_text": None, "details": None}
@@ -152,23 +155,20 @@ class TgiAnswer(ResponseBuilder):
             for at, one in enumerate(tokens)
         ]
 
-    def _token(self, one: TokenLogprob, text: str) -> dict[str, Any]:
-        found: dict[str, Any] = self._entry(one.token_id, one.logprob or 0.0, text)
-        if self._asked.parameters.return_k_alternatives:
-            found["alternative_tokens"] = self._others(one)
-        return found
-
     def _others(self, one: TokenLogprob) -> list[dict[str, Any]]:
-        return [self._entry(i, value, self._tokenizer.decode([i], False)) for i, value in one.top]
+        return [self._token(i, value, self._tokenizer.decode([i], False)) for i, value in one.top]
 
-    def _entry(self, token_id: int, logprob: float, text: str) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: float, text: str) -> dict[str, Any]:
         return {"id": token_id, "text": text, "logprob": logprob, "special": self._special(token_id)}
 
     def _output_details(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
         known = logprobs.output_logprobs(output, generation.alternatives(output.index))
         self._stream = self._tokenizer.stream(False)
         texts = self._texts(known, True)
-        tokens = [self._token(one, text) for one, text in zip(known, texts, strict=True)]
+        tokens = [
+            self._token(one.token_id, one.logprob or 0.0, text)
+            for one, text in zip(known, texts, strict=True)
+        ]
         prefill: list[dict[str, Any]] = []
         if generation.decoding.prompt_top is not None and generation.context_logits is not None:
             for one in logprobs.prompt_logprobs(generation.prompt, generation.context_logits, 0):

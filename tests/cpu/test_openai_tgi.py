@@ -80,6 +80,8 @@ def test_adapters_act_together_and_bind_nothing_else(server: Running) -> None:
     base = server.post(**body).json()["choices"][0]["text"]
     assert answer(server, adapter_id="__base_model__")["generated_text"] == base
     assert answer(server, adapter_id="chinese+japanese")["generated_text"]
+    chinese = answer(server, adapter_id="chinese")
+    assert answer(server, adapter_id="chinese", adapter_source="local") == chinese
 
 
 def test_grammars_of_both(server: Running) -> None:

@@ -154,41 +154,38 @@ class TinkerApi:
         """Begins. The answer has the id that `retrieve_future` takes."""
         if not self._alone:
             raise unsupported_field("asample is not supported in a fleet: use manylora serve")
+        inference, given = self._inference, body.sampling_params
         with ExitStack() as stack:
             stack.enter_context(key.request())
-            name, call, names = secrets.token_hex(16), *await self._call(body, key)
+            session = (body.sampling_session_id or "").removeprefix(SAMPLER)
+            model = self._model(session or body.model_path or body.base_model or "", key)
+            asked = await inference.ask(validate({"model": model}, AdapterFields), key)
+            ids = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
+            stop: Sequence[Any] = [given.stop] if isinstance(given.stop, str) else given.stop or ()
+            ends = asked.end_ids(inference.model) if given.stop != [] else []
+            wanted = body.prompt_logprobs or body.topk_prompt_logprobs
+            completion = {
+                "model": model,
+                "prompt": list(ids),
+                "n": body.num_samples,
+                "max_tokens": given.max_tokens or max(1, inference.limits.max_seq_len - len(ids)),
+                **given.model_dump(include={"seed", "temperature", "top_k", "top_p"}),
+                # As there: no defaults of the model's, and what ended an output is part of it.
+                **{"min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True},
+                "include_stop_str_in_output": True,
+                "stop": [one for one in stop if isinstance(one, str)],
+                "stop_token_ids": [one for one in stop if isinstance(one, int)] + ends,
+                "logprobs": body.topk_sample_logprobs,
+                "prompt_logprobs": body.topk_prompt_logprobs if wanted else None,
+            }
+            call = inference.prepare(validate(completion, CompletionRequest), ids, asked)
             self._make_room(body.num_samples)
-            task = asyncio.create_task(self._run(call, body, stack.pop_all(), request, names))
+            names = key.name, asked.choice.answers or model, model
+            run = self._run(call, body, stack.pop_all(), request, names)
+            name, task = secrets.token_hex(16), asyncio.create_task(run)
         self._kept[name] = key.name, task
         samples = [f"{name}:{number}" for number in range(body.num_samples)]
         return JSONResponse({"request_id": name, "sample_sequence_ids": samples})
-
-    async def _call(self, body: SampleRequest, key: ApiKey) -> tuple[Call[Generation], tuple[str, ...]]:
-        """With the names that `responses.report` takes."""
-        inference, given = self._inference, body.sampling_params
-        session = (body.sampling_session_id or "").removeprefix(SAMPLER)
-        model = self._model(session or body.model_path or body.base_model or "", key)
-        asked = await inference.ask(validate({"model": model}, AdapterFields), key)
-        ids = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
-        stop: Sequence[Any] = [given.stop] if isinstance(given.stop, str) else given.stop or ()
-        ends = list(asked.end_ids(inference.model)) if given.stop != [] else []
-        wanted = body.prompt_logprobs or body.topk_prompt_logprobs
-        completion = {
-            "model": model,
-            "prompt": list(ids),
-            "n": body.num_samples,
-            "max_tokens": given.max_tokens or max(1, inference.limits.max_seq_len - len(ids)),
-            **given.model_dump(include={"seed", "temperature", "top_k", "top_p"}),
-            # As there: no defaults of the model's, and what ended an output is part of it.
-            **{"min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True},
-            "include_stop_str_in_output": True,
-            "stop": [one for one in stop if isinstance(one, str)],
-            "stop_token_ids": [one for one in stop if isinstance(one, int)] + ends,
-            "logprobs": body.topk_sample_logprobs,
-            "prompt_logprobs": body.topk_prompt_logprobs if wanted else None,
-        }
-        call = inference.prepare(validate(completion, CompletionRequest), ids, asked)
-        return call, (key.name, asked.choice.answers or model, model)
 
     def _make_room(self, count: int) -> None:
         """Raises ApiError 429, after which clients wait."""

@@ -208,6 +208,31 @@ def test_many_at_once_with_blocks_that_come_and_go(world: World, tmp_path: Path)
             engine.close()
 
 
+def test_a_sequence_goes_on_after_the_registered_blocks_of_its_prompt_are_gone(world: World) -> None:
+    long = Request(world.prompt, SamplingConfig(max_tokens=30))
+    plain = world.engine(60)
+    [expected] = [tokens_of(events) for events in run(plain, long)]
+    plain.close()
+    for evicts in (False, True):
+        engine = world.engine(36, kv_cache_host_memory_bytes=2**20)
+        handles = [engine.submit(engine.prepare(one)) for one in (world.requests[0], long)]
+        found = [token for _ in range(4) for token in tokens_of_step(engine, handles[1])]
+        if evicts:  # those of the first request, which were computed twice
+            others = [Request(tuple(tokens(LENGTH, seed)), SamplingConfig(max_tokens=NEW)) for seed in (3, 4)]
+            handles += [engine.submit(engine.prepare(one)) for one in others]
+        else:
+            engine.reset_prefix_cache()
+        while engine.has_work:
+            found += tokens_of_step(engine, handles[1])
+        assert found == expected
+        engine.check()
+        engine.close()
+
+
+def tokens_of_step(engine: Engine, handle: int) -> list[int]:
+    return [token for number, event in engine.step() if number == handle for token in event.token_ids]
+
+
 def test_an_idle_engine_writes_blocks_and_llm_has_tensorrt_llms_names(world: World, tmp_path: Path) -> None:
     sizes = KvCacheConfig(host_cache_size=2**20, disk_cache_path=str(tmp_path), tokens_per_block=SIZE)
     greedy = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)

@@ -243,6 +243,7 @@ class KvCache:
         kv.blocks, kv.nodes = shared, nodes
         if states is not None:
             states.begin(sequence, nodes)
+        kv.stored_as = self._stored_as[nodes[-1]] if nodes and self._store is not None else None
         sequence.num_computed = len(shared) * self.tokens_per_block
         kv.num_reused, kv.num_claimed, kv.num_new = len(shared), 0, 0
         kv.num_reused_tokens = sequence.num_computed
@@ -328,14 +329,17 @@ class KvCache:
             position = len(nodes)
             key = _key(sequence, nodes[-1] if nodes else sequence.root, position * size, size)
             node = self._node_of.get(key)
+            is_new = node is None
             if node is None:
                 block, node = sequence.kv.blocks[position], self._next_node
                 self._next_node += 1
                 self._pages.share(block)
                 self._node_of[key], self._block_of[node], self._key_of[block] = node, block, key
-                if self._store is not None:
-                    parent = self._stored_as[nodes[-1]] if nodes else None
+            if self._store is not None:
+                if is_new:
+                    parent = sequence.kv.stored_as
                     self._stored_as[node] = _store_key(self._store, sequence, parent, position * size, size)
+                sequence.kv.stored_as = self._stored_as[node]
             nodes.append(node)
 
     def free(self, sequence: Sequence) -> None:
@@ -476,7 +480,7 @@ class KvCache:
         """Start to copy back what the store has of the blocks after those that the sequence shares."""
         kv, size = sequence.kv, self.tokens_per_block
         keys: list[BlockKey] = []
-        parent = self._stored_as[kv.nodes[-1]] if kv.nodes else None
+        parent = kv.stored_as
         if self.is_stuck or not self._can_match(sequence):
             return
         for start in range(len(kv.nodes) * size, len(sequence.tokens) - sequence.num_draft - size, size):

@@ -18,6 +18,7 @@ from manylora.request import AdapterVersion, Beam, FinishReason, Request, Reques
 if TYPE_CHECKING:
     from manylora.adapters.cache.leases import AdapterLease, Lease
     from manylora.engine.guide import GuideState
+    from manylora.engine.kv_store import BlockKey
     from manylora.engine.speculation import Drafter
 
 
@@ -68,6 +69,7 @@ class KvBlocks:
 
     blocks: list[int] = field(default_factory=list)  # in the order of the tokens
     nodes: list[int] = field(default_factory=list)  # ids of full blocks that are registered for reuse
+    stored_as: BlockKey | None = None  # the last of `nodes`, which may be evicted as another sequence's block
     cross_blocks: list[int] = field(default_factory=list)  # keys and values of the encoder's output
     is_encoded: bool = False  # whether cross_blocks are filled
     is_mixed: bool = False  # several versions of an adapter computed them: no more blocks are registered

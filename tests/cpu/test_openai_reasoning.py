@@ -112,6 +112,25 @@ def test_what_is_no_call_is_content(text: str) -> None:
     assert read(form_of(), broken) == ("", broken, [])
 
 
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", "<tool_call>{" * 9000 + "}" * 9000),
+        ("hermes", '<tool_call>{"id": "' + "a" * 100_000),
+        ("hermes", "<tool_call>" + "a" * 100_000),
+        ("pythonic", "[weather(city='" + r"\'" * 50_000),
+        ("glm45", "<tool_call>clock<arg_key>x</arg_key><arg_value>'" + r"\'" * 50_000 + "</arg_value>"),
+        ("glm45", "<tool_call>clock<arg_key>x</arg_key><arg_value>" + "a" * 100_000 + "</arg_value>"),
+        ("mistral", '[TOOL_CALLS]fly{"x": 1}'),
+    ],
+)
+def test_long_texts_are_read_once(parser: str, text: str) -> None:
+    """They take minutes if they are searched again with every token."""
+    for step in (4, len(text)):
+        found = read(form_of(parser), *(text[at : at + step] for at in range(0, len(text), step)), "")
+        assert parser not in ("hermes", "mistral") or found == ("", text, [])
+
+
 def test_channels_of_gpt_oss() -> None:
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
     form = ReplyFormat(HARMONY, False, {"weather": PARAMETERS}, ())

@@ -24,14 +24,16 @@ CALL = re.compile(
 NAME_ONLY = re.compile(r'\[?\{"name":"([^"\\]*)"(?:,"(?:arguments|parameters)":)?')
 WORD = re.compile(r"[\w.-]+")
 SPECIAL = re.compile(r'(\\.|["{}\[\],:])', re.DOTALL)
-QUOTED = r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\''
+QUOTED = r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|\'(?:[^\'\\]|\\.)*+(?:\'|\\?\Z)'
 DELIMITER = '<|"|>'  # of Gemma 4's texts
-# Parts of arguments as Python or Gemma 4 write them, and what JSON writes in another way.
-PART = re.compile(rf'<\|"\|>.*?<\|"\|>|{QUOTED}|[^"\'<,()\[\]{{}}]+|<(?!\|"\|>)|[,()\[\]{{}}]', re.DOTALL)
+# What JSON writes in another way. A text without an end is searched once.
 LITERAL = re.compile(
-    rf'<\|"\|>(.*?)<\|"\|>|({QUOTED})|([A-Za-z_]\w*)(?=\s*:)|\b(True|False|None)\b', re.DOTALL
+    rf'<\|"\|>(.*?)(?:<\|"\|>|\Z)|({QUOTED})|\b([A-Za-z_]\w*+)(?=\s*:)|\b(True|False|None)\b', re.DOTALL
 )
-QUOTE = re.compile("[\"'>]")  # the last character of a text's end
+# What counts next in arguments as Python or Gemma 4 write them, by the quote that is open.
+NEXT = {"": re.compile(r'<\|"\|>|["\'(){}\[\],]'), DELIMITER: re.compile(re.escape(DELIMITER))}
+NEXT |= {quote: re.compile(rf"\\.|{quote}", re.DOTALL) for quote in "\"'"}
+LONGEST_HEAD = 1000  # characters of a call before its arguments
 SLICE = 256  # characters that are read at a time: what is searched again stays short
 HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs, which UTF-8 does not have
 JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -138,7 +140,7 @@ class ReplyReader:
                 continue
             head, _ = yield from self._until("<|message|>")
             to = re.search(r"to=(?:functions\.)?([\w.-]+)", head)
-            if to is not None and (yield from self._try(self._json_named(to[1]))):
+            if to is not None and (yield from self._try(self._json_named(to[1]), "<|message|>")):
                 continue
             yield from self._space()
             if "final" in head and self._form.only_calls:
@@ -180,33 +182,32 @@ class ReplyReader:
             mark = yield from self._pass("content", form.marks)
 
     def _try(self, calls: Steps, mark: str = "") -> Steps:
-        """Read calls. Returns whether they are any: otherwise the mark is content, and the text after it is
-        still to be read.
-        """
+        """Read calls. Returns whether they are any: otherwise what was read after the mark is content."""
         self._begin()
         try:
             yield from calls
             return True
         except _MalformedError:
             if self._first is not None:
-                self._give_back()
-                blank = len(self._text) - len(self._text.lstrip())
-                if mark and self._text.startswith(mark, blank):
-                    self._emit("content", self._take(blank + len(mark)))
+                text = self._undo()
+                if mark:
+                    self._emit("content", text)
+                else:  # its beginning may be one of a mark
+                    self._text = text + self._text
             return False
         except _EndedError:
             keeps = self._cut or self._form.only_calls
             if self._first is not None and not (keeps and self.num_calls > self._before):
-                self._give_back()
-                if not (keeps and self._is_unfinished(mark)) and self._text.strip():
-                    self._emit("content", self._take(len(self._text)))
+                text = self._undo() + self._take(len(self._text))
+                if text.strip() and not (keeps and self._is_unfinished(text, mark)):
+                    self._emit("content", text)
             raise
         finally:
             self._first = 0
 
-    def _is_unfinished(self, mark: str) -> bool:
-        """Whether the rest of the output is the beginning of a call. Its name is returned if it is known."""
-        text, names = "".join(self._text.split()).removeprefix(mark), self._form.tools
+    def _is_unfinished(self, text: str, mark: str) -> bool:
+        """Whether this end of the output is the beginning of a call. Its name is returned if it is known."""
+        text, names = "".join(text.split()).removeprefix(mark), self._form.tools
         if (found := NAME_ONLY.fullmatch(text)) and found[1] in names:
             self._call(found[1])
             return True
@@ -217,10 +218,11 @@ class ReplyReader:
         """A call may begin here, and what came before is settled."""
         self._raw, self._first, self._before = [], len(self._pieces), self.num_calls
 
-    def _give_back(self) -> None:
-        raw = "".join(self._raw)
+    def _undo(self) -> str:
+        """Forget the pieces of the last call. Returns its text."""
         del self._pieces[self._first :]
-        self._text, self._num_read, self.num_calls = raw + self._text, self._num_read - len(raw), self._before
+        self.num_calls = self._before
+        return "".join(self._raw)
 
     # Formats of calls
 
@@ -236,7 +238,8 @@ class ReplyReader:
         yield from self._space()
         if mark == "[TOOL_CALLS]" and self._text[0] not in "[{":
             name, found = yield from self._until("[ARGS]", "{")
-            self._text = "{" * (found == "{") + self._text
+            if found == "{":
+                self._text = self._raw.pop() + self._text
             return (yield from self._json_named(name.partition("[CALL_ID]")[0]))
         closing = "]" if self._text[0] == "[" else ""
         self._take(len(closing))
@@ -257,6 +260,8 @@ class ReplyReader:
         yield from self._optional("call:")
         yield from self._space()
         while (word := WORD.match(self._text)) is not None and word.end() == len(self._text):
+            if word.end() > LONGEST_HEAD:
+                raise _MalformedError
             yield from self._more()
         name = self._take(word.end()) if word else ""
         found = yield from self._optional("(", "{", "<arg_key>", end)
@@ -274,7 +279,7 @@ class ReplyReader:
 
     def _json_call(self) -> Steps:
         scan, at = _Nesting(), 0
-        while (call := CALL.match(self._text)) is None:
+        while (call := CALL.match(self._text) if at < LONGEST_HEAD else None) is None:
             at += scan.feed(self._text[at:])[0]
             if scan.done:  # with other fields, or in another order
                 found = _loaded(self._take(at))
@@ -363,30 +368,29 @@ class ReplyReader:
 
     def _pairs(self, separator: str, closing: str) -> Steps:
         """Arguments as Python's keywords, or as Gemma 4 writes them."""
-        at = depth = 0
+        at, depth, quote = 0, 0, ""
         while True:
-            rest = self._text[at : at + len(DELIMITER)]
-            part = None if DELIMITER.startswith(rest) and rest != DELIMITER else PART.match(self._text, at)
+            stop = len(self._text) - overlap(self._text, DELIMITER)
+            part = NEXT[quote].search(self._text, at, stop)
             if part is None:
-                size, waits = len(self._text), len(rest) == len(DELIMITER)
+                at = max(at, stop - self._text.endswith("\\"))
                 yield from self._more()
-                while waits and not QUOTE.search(self._text, size):  # a text goes on up to its quote
-                    size = len(self._text)
-                    yield from self._more()
                 continue
-            at = part.end()
-            if depth == 0 and part[0] in (",", closing):
+            at, found = part.end(), part[0]
+            if quote or found in NEXT:
+                quote = "" if found == quote else quote or found
+            elif depth == 0 and found in (",", closing):
                 item, at = self._take(at)[:-1].strip(), 0
-                key, found, value = item.partition(separator)
-                if found:
+                key, assigns, value = item.partition(separator)
+                if assigns:
                     key = key.strip().removeprefix(DELIMITER).removesuffix(DELIMITER)
                     self._argument(key, _literal(value.strip()))
                 elif item:
                     raise _MalformedError
-                if part[0] == closing:
+                if found == closing:
                     return self._close()
-            elif len(part[0]) == 1:
-                depth += (part[0] in "([{") - (part[0] in ")]}")
+            else:
+                depth += (found in "([{") - (found in ")]}")
 
     # What is emitted
 

@@ -338,9 +338,17 @@ def test_structural_tags_bind_parts_of_the_answer(recited: tuple[Running, dict[s
         assert choice.message.content == f'A{tag["begin"]}{{"city":"Oslo"}}{end}'
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A tag in a tag, each with two ends."""
+    content = nested(depth - 1) if depth else {"type": "any_text"}
+    return {"type": "tag", "begin": "a", "end": ["b", "c"], "content": content}
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ({"format": nested(40)}, "it is too large: give its tags fewer formats or ends"),
+        ({"triggers": ["a"] * 1001, "structures": [{"begin": "a", "schema": {}, "end": ""}]}, "at most 1000"),
         ({}, "needs format, or structures and triggers"),
         ({"triggers": ["a"]}, "needs format, or structures and triggers"),
         ({"format": {"type": "qwen_xml_parameter"}}, "type must be one of const_string"),

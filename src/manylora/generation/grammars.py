@@ -20,6 +20,8 @@ MARK = re.compile(r"(<[^<>\s]{1,64}>|\[/?[A-Z_]{1,32}\])")
 COMPACT: Any = {"whitespace_flexible": False}
 # Formats of structural tags with their fields.
 OF_TAGS = ("tags", "at_least_one", "stop_after_first")
+MOST = 1000  # elements of a list in a structural tag
+LONGEST = 2**21  # characters of a structural tag's grammar, parts of parts counted again
 FORMATS = {"const_string": ["value"], "json_schema": ["json_schema"], "regex": ["pattern"], "any_text": []}
 FORMATS |= {"grammar": ["grammar"], "tag": ["begin", "content", "end"], "sequence": ["elements"]}
 FORMATS |= {"or": ["elements"], "triggered_tags": ["triggers", *OF_TAGS]}
@@ -73,9 +75,17 @@ class Rules:
         self._token_id = token_id
         self._rules = {"": r"TEXT: /(.|\n)*/"}
         self.others: list[dict[str, Any]] = []
+        self._size = 0
 
     def lark(self, start: str) -> str:
         return "\n".join([f"start: {start}", *self._rules.values()])
+
+    def counted(self, text: str) -> str:
+        """The text. Raises RequestError if the grammar grows too long: content is repeated for each end."""
+        self._size += 100 + len(text)
+        if self._size > LONGEST:
+            raise RequestError("structural_tag: it is too large: give its tags fewer formats or ends")
+        return text
 
     def literal(self, text: str) -> str:
         return " ".join(map(self._part, filter(None, MARK.split(text)))) or '""'
@@ -114,6 +124,8 @@ def _get(form: Any, name: str, kind: type[Any]) -> Any:
     if not isinstance(found, kind) or found == []:
         what = "a text" if kind is str else "an object" if kind is dict else "a list that is not empty"
         raise RequestError(f"structural_tag: {name} must be {what}, got {str(found)[:80]!r}")
+    if isinstance(found, list) and len(found) > MOST:
+        raise RequestError(f"structural_tag: {name} may have at most {MOST} elements, got {len(found)}")
     return found
 
 
@@ -128,12 +140,14 @@ def _format(rules: Rules, form: Any, end: str = "") -> str:
     free = rules.up_to(end) if end else "TEXT"
     closing = f" {rules.literal(end)}" if end else ""
     if kind == "any_text":
-        return free
-    if kind == "sequence":
-        return _sequence(rules, _get(form, "elements", list), end)
-    if kind == "triggered_tags":
-        return _triggered(rules, form, free, closing)
-    return _bound(rules, kind, form) + closing
+        made = free
+    elif kind == "sequence":
+        made = _sequence(rules, _get(form, "elements", list), end)
+    elif kind == "triggered_tags":
+        made = _triggered(rules, form, free, closing)
+    else:
+        made = _bound(rules, kind, form) + closing
+    return rules.counted(made)
 
 
 def _bound(rules: Rules, kind: str, form: Mapping[str, Any]) -> str:
@@ -144,13 +158,15 @@ def _bound(rules: Rules, kind: str, form: Mapping[str, Any]) -> str:
         return f"%json {json.dumps({'x-guidance': COMPACT, **closed(schema)})}"
     if kind in ("regex", "grammar"):
         guide = "regex" if kind == "regex" else "ebnf_grammar"
-        [found] = _grammars(guide, _get(form, FORMATS[kind][0], str), lambda text: None)
+        text = rules.counted(_get(form, FORMATS[kind][0], str))
+        [found] = _grammars(guide, text, lambda text: None)
         rules.others.append({**found, "name": f"other_{len(rules.others)}"})
         return f"@{rules.others[-1]['name']}"
     if kind == "or":
         return f"({' | '.join(_format(rules, one) for one in _get(form, 'elements', list))})"
     if kind == "tag":
-        ends = form["end"] if isinstance(form.get("end"), list) and form["end"] else [_get(form, "end", str)]
+        several = isinstance(form.get("end"), list)
+        ends = _get(form, "end", list) if several else [_get(form, "end", str)]
         made = " | ".join(_format(rules, form.get("content"), str(end)) for end in ends)
         return f"{rules.literal(_get(form, 'begin', str))} ({made})"
     tags = f"({' | '.join(_bound(rules, 'tag', tag) for tag in _get(form, 'tags', list))})"

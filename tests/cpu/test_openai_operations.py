@@ -131,12 +131,13 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def test_each_request_leaves_a_line_of_what_it_used(tmp_path: Path) -> None:
     keys, log = tmp_path / "keys.yaml", tmp_path / "usage.jsonl"
     keys.write_text(f"keys: [{{name: team-a, sha256: {hashlib.sha256(b'secret').hexdigest()}}}]")
-    server = Running(lora_root=(DEMO / "adapters",), api_keys=keys, usage_log=log)
+    told = {"usage_log": log, "enable_prompt_tokens_details": True}
+    server = Running(lora_root=(DEMO / "adapters",), api_keys=keys, **told)
     try:
         client, prompt = server.client("secret"), list(range(1, 100))
         for _ in range(2):
             answer = client.completions.create(
-                model="chinese", prompt=prompt, max_tokens=3, extra_body={"ignore_eos": True}
+                model="chinese", prompt=prompt, max_tokens=3, n=2, extra_body={"ignore_eos": True}
             )
         names = {"x-request-id": "mine"}
         stream = client.chat.completions.create(
@@ -162,8 +163,9 @@ def test_each_request_leaves_a_line_of_what_it_used(tmp_path: Path) -> None:
     assert (cold["key"], cold["adapter"], cold["model"]) == ("team-a", "chinese", "chinese")
     assert cold["version"] == 1 and len(cold["digest"]) >= 32 and cold["route"] == "/v1/completions"
     assert cold["status"] == 200 and cold["prompt_tokens"] == answer.usage.prompt_tokens == 99
-    assert cold["completion_tokens"] == answer.usage.completion_tokens == 3
+    assert cold["completion_tokens"] == answer.usage.completion_tokens == 6
     assert cold["cached_tokens"] == 0 < warm["cached_tokens"] < 99
+    assert answer.usage.prompt_tokens_details.cached_tokens == warm["cached_tokens"]
     assert cold["adapter_load_seconds"] > 0 == warm["adapter_load_seconds"]
     for line in (cold, warm, chat):
         assert 0 <= line["queue_seconds"] < line["ttft_seconds"] <= line["total_seconds"]

@@ -231,7 +231,9 @@ class Generation:
         if is_first and self.decoding.prompt_top is not None and event.context_logits is None:
             self.error = RequestError("The engine gives no logits of prompts: leave prompt_logprobs out")
             return
-        self.metrics = event.metrics or self.metrics
+        if event.metrics is not None:  # of several sequences, later ones use what the first has computed
+            least = min(one.cached_tokens for one in (self.metrics, event.metrics) if one is not None)
+            self.metrics = replace(event.metrics, cached_tokens=least)
         if event.context_logits is not None:
             self.context_logits = event.context_logits
         if self.decoding.top and event.token_ids:

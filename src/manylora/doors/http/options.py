@@ -164,6 +164,7 @@ class ServeOptions:
     tool_call_parser: str = setting(
         "auto", "how a model writes tool calls: auto (see its chat template), or a name of vLLM's",
         choices=("auto", *PARSERS), serve="tool_call_parser tool_parser")
+    enable_prompt_tokens_details: bool = setting(False, "tell usage.prompt_tokens_details.cached_tokens")
     generation_config: str = setting(
         "auto", "where a request's defaults come from: auto (the model), vllm (none), or a folder with a "
         "generation_config.json")

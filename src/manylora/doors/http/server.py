@@ -125,8 +125,9 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
         fingerprint = f"fp_{options.bases[0]}"
         names, parsers = options.bases, Parsers(options.reasoning_parser, options.tool_call_parser)
         inference = Inference(
-            backend, tokenizer, served.model, limits, names, fingerprint, options.paths, defaults, parsers
-        )
+            backend, tokenizer, served.model, limits, names, fingerprint, options.paths, defaults, parsers,
+            tells_cached=options.enable_prompt_tokens_details,
+        )  # fmt: skip
         pinning = Pinning(backend.engine.pins, catalog, inference.load)
         pinning.start()
         shared = None

@@ -94,7 +94,7 @@ class ResolvedRequest:
 class Inference:
     """bases: names of the base model; responses use the first. fingerprint: identifies it. paths: further
     names of it, which are not listed. defaults: its own, for fields that a request leaves out. parsers: of
-    reasoning and tool calls.
+    reasoning and tool calls. tells_cached: `usage` tells the prompt's tokens whose KV blocks were cached.
     """
 
     def __init__(
@@ -108,10 +108,12 @@ class Inference:
         paths: Sequence[str] = (),
         defaults: GenerationDefaults = NO_DEFAULTS,
         parsers: Parsers = CHOSEN_BY_TEMPLATE,
+        *,
+        tells_cached: bool = False,
     ) -> None:
         self.backend, self.tokenizer, self.limits, self.bases = backend, tokenizer, limits, bases
         self.model, self._fingerprint, self._paths = model, fingerprint, paths
-        self.defaults, self.parsers = defaults, parsers
+        self.defaults, self.parsers, self._tells_cached = defaults, parsers, tells_cached
         self.prompts = Prompts(tokenizer, limits)
         self._probe: asyncio.Task[None] | None = None
         self._probed_at = 0.0
@@ -310,6 +312,7 @@ class Inference:
                 name=name,
                 token_ids=body.return_token_ids,
                 running_usage=options.continuous_usage_stats,
+                cached_tokens=self._tells_cached,
                 reply=shared.reply,
                 expanded_prompt=texts[0] if getattr(body, "return_expanded_prompt", False) else None,
                 echoes=_echoes(body, calls, asked.prompts.tokenizer),

@@ -42,6 +42,7 @@ class Answers:
 
     model: as the client named it. fingerprint: identifies model and adapter. name: suffix of the response's
     id. token_ids: include those of prompts and outputs. running_usage: every chunk has the usage so far.
+    cached_tokens: the usage tells them.
     reply: how outputs are read; None: they are content.
     """
 
@@ -53,6 +54,7 @@ class Answers:
     name: str = ""
     token_ids: bool = False
     running_usage: bool = False
+    cached_tokens: bool = False
     reply: ReplyFormat | None = None
     expanded_prompt: str | None = None
     echoes: Sequence[Echo] = ()
@@ -187,7 +189,10 @@ class ResponseBuilder:
 
     def _details(self) -> dict[str, Any]:
         """Further fields of the usage of a complete response."""
-        return {}
+        if not self._shown.cached_tokens:
+            return {}
+        cached = sum(one.metrics.cached_tokens for one in self.generations if one.metrics is not None)
+        return {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def _choice(self, generation: Generation, output: CompletionOutput) -> dict[str, Any]:
         raise NotImplementedError
@@ -248,7 +253,7 @@ class ChatResponse(ResponseBuilder):
 
     def _details(self) -> dict[str, Any]:
         if self._reply is None or self._reply.thinking is None:
-            return {}
+            return super()._details()
         count = 0
         for index, reader in self._readers.items():
             generation = self.generations[index // self._n]
@@ -259,7 +264,7 @@ class ChatResponse(ResponseBuilder):
                     break
                 length += len(stream.add([token], False))
                 count += 1
-        return {"completion_tokens_details": {"reasoning_tokens": count}}
+        return super()._details() | {"completion_tokens_details": {"reasoning_tokens": count}}
 
     def _text_delta(self, index: int, text: str) -> str:
         return f'{{"index":{index},"delta":{{"content":{text}}},"logprobs":null,"finish_reason":null}}'

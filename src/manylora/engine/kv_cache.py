@@ -252,8 +252,6 @@ class KvCache:
         num_known = len(self._key_of)
         kv.cross_blocks = self._claim(num_cross)
         self._count_claimed(kv, num_cross, num_known)
-        if self._store is not None:
-            self._restore(sequence, self._store)
         return True
 
     def begin_again(self, sequence: Sequence) -> None:
@@ -267,6 +265,7 @@ class KvCache:
             self.free(sequence)
             begun = self.begin(sequence, room)
             assert begun
+            self.restore(sequence)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a sequence blocks for `num_tokens` in total. False: too few are left."""
@@ -476,13 +475,13 @@ class KvCache:
             most -= 1
         return bool(self._unsaved)
 
-    def _restore(self, sequence: Sequence, store: KvStore) -> None:
-        """Start to copy back what the store has of the blocks after those that the sequence shares."""
-        kv, size = sequence.kv, self.tokens_per_block
+    def restore(self, sequence: Sequence) -> None:
+        """After `begin`: start to copy back what the store has of the blocks after those that are shared."""
+        kv, size, store = sequence.kv, self.tokens_per_block, self._store
+        if store is None or self.is_stuck or not self._can_match(sequence):
+            return
         keys: list[BlockKey] = []
         parent = kv.stored_as
-        if self.is_stuck or not self._can_match(sequence):
-            return
         for start in range(len(kv.nodes) * size, len(sequence.tokens) - sequence.num_draft - size, size):
             parent = _store_key(store, sequence, parent, start, size)
             if not store.has(parent):

@@ -39,6 +39,7 @@ PASSING = 32  # blocks in host memory on their way to the disk, if no more were 
 CHUNK = 2**24  # bytes of weights that are digested at a time
 CLOSE_S = 10.0  # how long the end of a process waits for the disk
 READERS = 2
+AHEAD = 8  # blocks that one of them has in host memory at a time
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class KvStore:
         self, kv: KvTensors, device: torch.device, config: EngineConfig, made_by: Sequence[object]
     ) -> None:
         self._kv: KvTensors | None = kv
-        self._device, self._block_bytes = device, num_block_bytes(kv)
+        self._block_bytes = num_block_bytes(kv)
         num_slots = config.kv_cache_host_memory_bytes // self._block_bytes
         if config.kv_cache_host_memory_bytes and not num_slots:
             raise ConfigError(
@@ -116,8 +117,7 @@ class KvStore:
         """Copy blocks of other tensors from now on; None: of none, until the next call. reloaded: the weights
         may have changed since, so what host memory holds is of no use.
         """
-        for _, copy in self._held.values():
-            copy.wait()
+        self._wait_for_copies()
         self._kv = kv
         if reloaded:
             self._drop_all()
@@ -173,7 +173,8 @@ class KvStore:
         """Start to fill blocks, which nobody else may use meanwhile. The result: how many of the first are
         filled. The rest are absent after all.
         """
-        return self._readers.submit(self._fill, keys, blocks, self._copies.queued())
+        assert self._kv is not None
+        return self._readers.submit(self._fill, self._kv, keys, blocks, self._copies.queued())
 
     def stats(self) -> KvStoreStats:
         files, counts = self._files, self._counts
@@ -193,7 +194,13 @@ class KvStore:
         wait(set(self._writing), CLOSE_S)
         self._writer.shutdown(wait=False, cancel_futures=True)
 
+    def _wait_for_copies(self) -> None:
+        with self._lock:
+            for _, copy in self._held.values():
+                copy.wait()
+
     def _drop_all(self) -> None:
+        self._wait_for_copies()  # into memory that is free from now on
         with self._lock:
             self._held.clear()
             self._order = IdleBlocks()
@@ -225,22 +232,26 @@ class KvStore:
 
     # Methods of the other threads.
 
-    def _fill(self, keys: Sequence[BlockKey], blocks: Sequence[int], start: torch.Event | None) -> int:
-        sources: list[tuple[object, Tensor]] = []  # on a GPU they stay until the copies are done
+    def _fill(
+        self, kv: KvTensors, keys: Sequence[BlockKey], blocks: Sequence[int], start: torch.Event | None
+    ) -> int:
+        sources: list[tuple[object, Tensor]] = []  # they stay until the copies are done
         count = 0
 
         def write() -> None:
-            assert self._kv is not None
-            copy_block(self._kv, blocks[count], sources[-1][1], store=False)
+            copy_block(kv, blocks[count], sources[-1][1], store=False)
 
         try:
             for key in keys:
                 found = self._find(key)
                 if found is None:
                     break
-                sources = [*sources, found] if self._device.type == "cuda" else [found]
+                sources.append(found)
                 self._copies.start(write, start)
                 count += 1
+                if len(sources) == AHEAD:
+                    self._copies.finish()
+                    sources.clear()
         except Exception:
             logger.exception("KV blocks could not be copied back")
         self._copies.finish()
@@ -338,7 +349,7 @@ def _digest_checkpoint(folder: Path, known: Path) -> str:
         before[str(path.resolve())] = found
         digest.update(f"{path.name} {found[-1]}\n".encode())
     with suppress(OSError):
-        part = known.with_name(f"{known.name}.part-{os.getpid()}")
+        part = known.with_name(f"{known.name}.part-{secrets.token_hex(8)}")
         part.write_text(json.dumps(before), encoding="utf-8")
         part.replace(known)
     return digest.hexdigest()

@@ -444,4 +444,5 @@ class Scheduler:
         if group is not None and not self._kv.reserve_beams(group):
             self._kv.free(sequence)
             return False
+        self._kv.restore(sequence)
         return True

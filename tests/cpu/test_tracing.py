@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +12,7 @@ from otlp_collector import PARENT, TRACE, Collector
 from serving import DEMO, Running
 
 from manylora.doors.cli import serve
+from manylora.system import tracing
 
 PHASES = ("queue", "adapter_load", "prefill", "decode")
 
@@ -96,3 +99,12 @@ def test_an_endpoint_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str
     for given, words in (("http://:4317", "must be a URL"), ("http://a:b", "no valid port")):
         assert serve.main([str(DEMO / "base"), "--otlp-traces-endpoint", given]) == 1
         assert words in capsys.readouterr().err
+
+
+def test_a_collector_that_does_not_answer_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "CLOSE_S", 0.1)  # the SDK alone waits 10 s
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tracer = tracing.Tracer(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces")
+        tracer.record("a", {}, {}, 0.0, {})
+        tracer.close()
+        assert any(one.name == "manylora-traces" for one in threading.enumerate())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ logger = logging.getLogger("manylora")
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 HTTP_PORT, HTTP_PATH = 4318, "/v1/traces"
+CLOSE_S = 2.0  # the SDK would wait longer for a collector that does not answer
 HEADERS = ("traceparent", "tracestate")
 """Of W3C's Trace Context: which span a request belongs to."""
 
@@ -70,7 +72,7 @@ class Tracer:
             "OTEL_RESOURCE_ATTRIBUTES", ""
         )
         resource = Resource.create({} if named else {"service.name": "manylora"})
-        self._provider = TracerProvider(resource=resource)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("manylora", __version__)
         self._parent_of, self._trace = TraceContextTextMapPropagator().extract, trace
@@ -105,8 +107,10 @@ class Tracer:
         span.end(ended_ns)
 
     def close(self) -> None:
-        """Send what waits, for some seconds."""
-        self._provider.shutdown()
+        """Send what waits, for at most CLOSE_S."""
+        last = threading.Thread(target=self._provider.shutdown, name="manylora-traces", daemon=True)
+        last.start()
+        last.join(CLOSE_S)
 
 
 def latencies(phases: Mapping[str, float], seconds: float) -> dict[str, float | None]:

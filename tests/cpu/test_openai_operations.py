@@ -22,6 +22,7 @@ from waiting import wait_for
 
 from manylora.doors.cli import serve
 from manylora.doors.http.serving.connections import Clients, HttpLimits, listen_uds
+from manylora.doors.triton.metrics import MAX_ADAPTERS
 from manylora.errors import ConfigError
 
 
@@ -177,6 +178,46 @@ def test_each_request_leaves_a_line_of_what_it_used(tmp_path: Path) -> None:
     assert (pooled["route"], pooled["completion_tokens"]) == ("/v1/embeddings", 0)
 
 
+def test_every_door_keeps_a_key_to_one_model_and_leaves_a_line(tmp_path: Path) -> None:
+    keys, log = tmp_path / "keys.yaml", tmp_path / "usage.jsonl"
+    keys.write_text(f"keys: [{{name: team-a, sha256: {hashlib.sha256(b'secret').hexdigest()}}}]")
+    alias = (("support", "japanese@50,chinese@50"),)
+    server = Running(lora_root=(DEMO / "adapters",), api_keys=keys, usage_log=log, lora_alias=alias)
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "a", "max_tokens": 2},
+        "/v1/chat/completions": chat,
+        "/v1/messages": chat,
+        "/v1/responses": {"input": "a", "max_output_tokens": 16},
+        "/api/chat": {"messages": chat["messages"], "stream": False, "options": {"num_predict": 2}},
+        "/v1/embeddings": {"input": "a"},
+        "/generate": {"inputs": "a", "parameters": {"adapter_id": "support", "max_new_tokens": 2}},
+        "/api/v1/asample": {
+            "model_path": "tinker://support",
+            "prompt": {"chunks": [{"tokens": [1, 2]}]},
+            "sampling_params": {"max_tokens": 2},
+        },
+    }
+    try:
+        for path, body in bodies.items():
+            model = {} if path in ("/generate", "/api/v1/asample") else {"model": "support"}
+            answer = server.post(path, "secret", **model, **body)
+            assert answer.status_code == 200, answer.text
+        line = {"custom_id": "a", "body": {"model": "support", "prompt": "a", "max_tokens": 2}}
+        client = server.client("secret")
+        file = client.files.create(file=("a.jsonl", json.dumps(line).encode()), purpose="batch")
+        client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        wait_for(lambda: log.exists() and len(lines_of(log)) == len(bodies) + 1)
+    finally:
+        server.close()
+    found = lines_of(log)
+    assert sorted({line["route"] for line in found}) == sorted(bodies)
+    assert {(line["key"], line["status"], line["model"]) for line in found} == {
+        ("team-a", 200, found[0]["adapter"])
+    }
+    assert len({line["adapter"] for line in found}) == 1 and all(line["prompt_tokens"] for line in found)
+
+
 def test_a_full_disk_loses_lines_and_nothing_else() -> None:
     server = Running(usage_log=Path("/dev/full"))
     try:
@@ -230,6 +271,28 @@ def test_an_alias_of_several_models_keeps_to_one_for_each_user(canary: Running) 
     chat = {"model": "support", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     streamed = canary.http.post("/v1/chat/completions", json=chat | {"stream": True}).text
     assert '"model":"demo"' in streamed and '"model":"support"' not in streamed
+
+
+def test_a_request_chooses_its_model_once(canary: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    inference, chosen = canary.app.state.routes.context.inference, list[str]()
+    choose = inference.choose_adapter
+    monkeypatch.setattr(inference, "choose_adapter", lambda *given: chosen.append("") or choose(*given))
+    parameters = {"adapter_id": "support", "max_new_tokens": 1}
+    assert canary.post("/generate", inputs="a", parameters=parameters).status_code == 200
+    raw = {"model": "support", "prompt": "a", "raw": True, "stream": False}
+    assert canary.post("/api/generate", **raw, options={"num_predict": 1}).status_code == 200
+    assert len(chosen) == 2, "a second choice may be another model, with another tokenizer"
+
+
+def test_labels_of_aliases_are_bounded(canary: Running) -> None:
+    for number in range(MAX_ADAPTERS + 2):
+        body = {"lora_name": f"alias-{number}", "alias_of": "japanese@1,chinese@0"}
+        assert canary.post("/v1/load_lora_adapter", **body).status_code == 200
+        answer = canary.post("/v1/embeddings", model=body["lora_name"], input="a")
+        assert answer.status_code == 200
+        assert canary.post("/v1/unload_lora_adapter", lora_name=body["lora_name"]).status_code == 200
+    names = canary.http.get("/metrics").text.count("\nmanylora_alias_requests_total{")
+    assert names == MAX_ADAPTERS + 1
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from manylora.doors.http.serving.keys import ANYONE, ApiKey
 from manylora.doors.http.serving.prompts import ChatPrompt, Prompts
 from manylora.doors.http.serving.responses import Answers, Echo, ResponseBuilder, RunningCalls
 from manylora.doors.http.serving.transport import EventStream, name_of
+from manylora.doors.triton.metrics import MAX_ADAPTERS, OTHER
 from manylora.errors import RequestError
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.generation.generation import Generation
@@ -212,10 +213,16 @@ class Inference:
         """The call of one prompt, for `finish`. asked: as from `ask`. Raises ApiError."""
         self._check_count(body.n)
         self._check_ids([prompt])
-        self.shared_names.update(asked.choice.shared)
+        self.count_shared(asked.choice)
         return self._call(
             body, prompt, asked, Signal(), secrets.token_hex(12), shared_of(body, self.limits, self.tokenizer)
         )
+
+    def count_shared(self, choice: AdapterChoice) -> None:
+        """Count what its aliases mean. The first MAX_ADAPTERS pairs have their own labels in metrics."""
+        for pair in choice.shared:
+            known = pair in self.shared_names or len(self.shared_names) < MAX_ADAPTERS
+            self.shared_names[pair if known else (OTHER, OTHER)] += 1
 
     async def finish(self, call: Call[Any]) -> Any:
         """Run a call to its end, whoever waits for it. Returns its generation. Raises ApiError."""
@@ -288,7 +295,7 @@ class Inference:
         if body.truncate_prompt_tokens is not None:
             prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
         changed, name = Signal(), name_of(request, body.request_id)
-        self.shared_names.update(asked.choice.shared)
+        self.count_shared(asked.choice)
         rendered = texts[0] if texts else ""
         shared = shared_of(body, self.limits, asked.prompts.tokenizer, rendered, self.parsers)
         model = asked.choice.answers or body.model or asked.choice.name or self.bases[0]

@@ -59,12 +59,13 @@ class OllamaApi:
         if not body.raw and prompts.tokenizer.chat_template is not None:
             return await self._answer(request, body, bodies.chat_request(body, model), key)
         started, completion = time.monotonic_ns(), bodies.completion_request(body, model)
-        ids = await prompts.tokenize(schema.TokenizeRequest.model_validate({"prompt": body.prompt}))
+        asked = await self._inference.ask(completion, key)
+        ids = await asked.prompts.tokenize(schema.TokenizeRequest.model_validate({"prompt": body.prompt}))
         most = self._inference.limits.max_seq_len - 1 if body.truncate else len(ids)
         completion.prompt, completion.truncate_prompt_tokens = ids, max(1, most)
         completion.max_tokens = self._room(completion, min(len(ids), most))
         build = partial(OllamaAnswer, body, started)
-        return await self._inference.complete(request, completion, key, build)
+        return await self._inference.complete(request, completion, key, build, asked)
 
     async def embed(self, request: Request, body: bodies.OllamaEmbed, key: ApiKey) -> Response:
         """Embeddings normalised to length 1, whatever the model's folder says, as in Ollama."""

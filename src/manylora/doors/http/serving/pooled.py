@@ -295,7 +295,7 @@ class PooledApi:
     ) -> Answered:
         choice = asked.choice
         check_priority(body.priority, self._inference.limits)
-        self._inference.shared_names.update(choice.shared)
+        self._inference.count_shared(choice)
         changed, name = Signal(), name_of(request, body.request_id)
         calls = [
             Call(

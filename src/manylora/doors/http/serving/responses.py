@@ -15,13 +15,12 @@ from manylora.doors.http.api import logprobs
 from manylora.doors.http.api.errors import ApiError, client_left
 from manylora.doors.http.api.logprobs import TextOffsets
 from manylora.doors.http.serving.backend import Backend, Call, Signal
-from manylora.doors.http.serving.transport import request_id, watch
-from manylora.doors.http.serving.usage import FinishedRequest
+from manylora.doors.http.serving.transport import watch
+from manylora.doors.http.serving.usage import report
 from manylora.generation.generation import Generation
 from manylora.generation.outputs import CompletionOutput
 from manylora.generation.reply import Piece, ReplyFormat, ReplyReader
 from manylora.generation.tokenizer import Tokenizer
-from manylora.system.tracing import HEADERS
 
 DONE = b"data: [DONE]\n\n"
 
@@ -494,7 +493,7 @@ class RunningCalls:
         failed = next((call.error for call in self._calls if call.error is not None), None)
         left = self._disconnected or (self._streaming and failed is None)
         status = 499 if left else 200 if failed is None else failed.status
-        report(self._backend, self._request, self._calls, status, *self._names)
+        report(self._backend, self._calls, self._request, status, *self._names)
         for call in self._calls:
             if not call.generation.ended:
                 self._backend.cancel(call)
@@ -507,21 +506,3 @@ class RunningCalls:
         for call in self._calls:
             if call.error is not None:
                 raise call.error
-
-
-def report(
-    backend: Backend,
-    request: Request,
-    calls: Sequence[Call[Any]],
-    status: int,
-    key: str,
-    model: str,
-    asked: str,
-) -> None:
-    """Tell the usage log and the tracer of calls that have ended. key: name of the API key. model: that
-    answers. asked: model that was asked for.
-    """
-    for tell in backend.on_finished:
-        parent = {name: request.headers[name] for name in HEADERS if name in request.headers}
-        names = request_id(request), request.url.path, key, model, asked
-        tell(FinishedRequest(*names, status, tuple(calls), time.monotonic(), parent))

@@ -36,7 +36,7 @@ from manylora.doors.http.api.schema import (
 from manylora.doors.http.serving.backend import Call
 from manylora.doors.http.serving.inference import Inference
 from manylora.doors.http.serving.keys import ApiKey
-from manylora.doors.http.serving.responses import report
+from manylora.doors.http.serving.usage import report
 from manylora.generation.generation import Generation
 from manylora.generation.outputs import TokenLogprob
 
@@ -232,7 +232,7 @@ class TinkerApi:
                 category = "user" if status < 500 else "server"
                 return JSONResponse({"error": error.message, "category": category})
             finally:
-                report(self._inference.backend, request, [call], status, *names)
+                report(self._inference.backend, [call], request, status, *names)
 
     def _model(self, given: str, key: ApiKey) -> str:
         """The name that a path or a base model means."""

@@ -9,17 +9,21 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from manylora.doors.http.serving.backend import Call
+from starlette.requests import Request
+
+from manylora.doors.http.serving.backend import Backend, Call
+from manylora.doors.http.serving.transport import request_id
 from manylora.errors import ConfigError
 from manylora.generation.generation import Generation
-from manylora.system.tracing import Tracer, latencies
+from manylora.system.tracing import HEADERS, Tracer, latencies
 
 logger = logging.getLogger("manylora")
 
@@ -148,6 +152,24 @@ class FinishedRequest:
         problem = next((one.error.message for one in self.calls if one.error is not None), None)
         problem = problem or ("The client has left" if self.status == 499 else None)
         tracer.record(f"{operation} {self.asked}", found, self.phases, total_s, self.parent, problem)
+
+
+def report(
+    backend: Backend,
+    calls: Sequence[Call[Any]],
+    request: Request,
+    status: int,
+    key: str,
+    model: str,
+    asked: str,
+) -> None:
+    """Tell the usage log and the traces of calls that have ended. The fields are FinishedRequest's."""
+    if backend.on_finished:
+        parent = {name: request.headers[name] for name in HEADERS if name in request.headers}
+        name, route, ended = request_id(request), request.url.path, time.monotonic()
+        done = FinishedRequest(name, route, key, model, asked, status, tuple(calls), ended, parent)
+        for tell in backend.on_finished:
+            tell(done)
 
 
 class UsageLog:

@@ -137,6 +137,8 @@ def test_closing_the_answer_is_seen_as_a_client_that_left() -> None:
         ({"model": "a:latest"}, "a"),
         ({"model": "base:a"}, "a"),
         ({"model": "short"}, "long"),
+        ({"model": "both"}, "a"),
+        ({"model": "both", "safety_identifier": "user-6"}, "long"),
         ({"model": "anything", "lora_model": "a"}, "a"),
         ({"model": "base", "lora_request": {"lora_name": "a"}}, "a"),
         ({"model": "a+b"}, "a"),
@@ -148,4 +150,4 @@ def test_closing_the_answer_is_seen_as_a_client_that_left() -> None:
     ],
 )
 def test_the_adapter_that_is_asked_for(fields: dict[str, Any], adapter: str | None) -> None:
-    assert requested_adapter(fields, ("base",), Aliases({"short": "long"})) == adapter
+    assert requested_adapter(fields, ("base",), Aliases({"short": "long", "both": "a@1,long@1"})) == adapter

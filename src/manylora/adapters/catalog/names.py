@@ -24,6 +24,8 @@ MAX_FOLDERS = 5  # of a name; a scan of a folder looks as deep
 MAX_ALIASES = 65536
 MAX_TARGETS = 16  # of an alias
 WEIGHT = re.compile("[0-9]{1,9}")
+ASKERS = "user", "safety_identifier", "prompt_cache_key"
+"""Fields of a body that say who asks, for aliases of several models; the first that is given counts."""
 LATEST = ":latest"  # the tag that Ollama's clients add to any name
 MAX_NAMES = 2**16  # whose versions are known
 

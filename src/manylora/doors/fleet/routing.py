@@ -25,7 +25,7 @@ from hashlib import blake2b
 from math import ceil
 from typing import Any
 
-from manylora.adapters.catalog.names import LATEST, Aliases
+from manylora.adapters.catalog.names import ASKERS, LATEST, Aliases
 
 MASK = (1 << 64) - 1
 
@@ -234,6 +234,6 @@ def requested_adapter(fields: Mapping[str, Any], bases: Sequence[str], aliases: 
     base = next((base for base in bases if name == base or name.startswith(base + ":")), None)
     name = name if base is None else name[len(base) + 1 :]
     name = name.partition("+")[0]  # adapter names never contain a +
-    user = fields.get("user")
-    meant = aliases.resolve(name, user if isinstance(user, str) else None) if name else None
+    by = next((one for one in map(fields.get, ASKERS) if isinstance(one, str) and one), None)
+    meant = aliases.resolve(name, by) if name else None
     return None if meant in bases else meant

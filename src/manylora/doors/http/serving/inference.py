@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from manylora.adapters.catalog.names import is_name
+from manylora.adapters.catalog.names import ASKERS, is_name
 from manylora.config.model import ModelConfig
 from manylora.doors.http.api import schema
 from manylora.doors.http.api.errors import (
@@ -398,7 +398,7 @@ class Inference:
 
 def asker(body: AdapterFields, key: ApiKey) -> str:
     """Who asks, for aliases of several models: the user that the body names, or else the key."""
-    named = (getattr(body, field, None) for field in ("user", "safety_identifier", "prompt_cache_key"))
+    named = (getattr(body, field, None) for field in ASKERS)
     own = key.name if key.name != ANYONE else secrets.token_hex(8)  # then each request is on its own
     return next(filter(None, named), own)
 

@@ -105,6 +105,27 @@ def test_priority_comes_before_turns() -> None:
     assert order[:3] == ["a", "b", "b"] and order[-1] == "a", order
 
 
+def test_who_waits_behind_a_large_request_goes_when_that_is_cancelled() -> None:
+    async def run() -> None:
+        queue, order = FairQueue(2), []
+
+        async def one(key: str, cost: int) -> None:
+            async with queue.turn(key, cost):
+                order.append(key)
+                await asyncio.sleep(3600)
+
+        tasks = [asyncio.create_task(one(*each)) for each in (("a", 1), ("large", 2), ("b", 1))]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert order == ["a", "b"]
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())
+
+
 def test_turns_are_given_back_by_who_is_cancelled_and_the_line_has_an_end() -> None:
     async def run() -> None:
         queue = FairQueue(1, max_waiting=2)

@@ -90,6 +90,7 @@ class FairQueue:
                 self._leave(cost)
             elif waiter in self._waiting.get(key, ()):
                 self._remove(key, waiter)
+                self._leave(0)  # it may have waited for more room than the others need
             raise
 
     def _leave(self, cost: int) -> None:

@@ -74,7 +74,8 @@ def test_the_prefix_cache_is_reset_for_all_or_for_one_adapter(tmp_path: Path) ->
             for name, admin in (("chief", "true"), ("guest", "false"))
         )
     )
-    server = Running(lora_root=(DEMO / "adapters",), api_keys=keys, open_metrics=True)
+    alias = (("support", "chinese@1,demo@1"),)
+    server = Running(lora_root=(DEMO / "adapters",), api_keys=keys, open_metrics=True, lora_alias=alias)
     prompt = list(range(1, 200))
 
     def reused(model: str) -> float:
@@ -89,6 +90,8 @@ def test_the_prefix_cache_is_reset_for_all_or_for_one_adapter(tmp_path: Path) ->
         assert reused("chinese") == 0 and reused("japanese") > 100 and reused("demo") > 100
         assert server.post("/reset_prefix_cache", "chief").status_code == 200
         assert [reused("chinese"), reused("japanese"), reused("demo")] == [0, 0, 0]
+        assert server.post("/reset_prefix_cache?lora_name=support", "chief").status_code == 200
+        assert [reused("chinese"), reused("demo")] == [0, 0]
         assert server.post("/reset_prefix_cache", "guest").status_code == 403
         missing = server.post("/reset_prefix_cache?lora_name=nobody", "chief")
         assert missing.status_code == 404 and missing.json()["error"]["param"] == "lora_name"

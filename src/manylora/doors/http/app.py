@@ -349,8 +349,10 @@ class _Routes:
         if name is not None:
             self._inference.check_use(check_name(name, "lora_name"), key, field="lora_name")
             for one in self._catalog.aliases.targets(name):
-                version = await self._catalog.version(self._catalog.entry(one).name)
-                self.context.backend.engine.reset_prefix_cache(version.digest)
+                digest = None  # blocks of the base model alone are not told apart
+                if one not in self._inference.bases:
+                    digest = (await self._catalog.version(self._catalog.entry(one).name)).digest
+                self.context.backend.engine.reset_prefix_cache(digest)
         else:
             self.context.backend.engine.reset_prefix_cache(None)
         return Response()

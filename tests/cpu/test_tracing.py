@@ -105,6 +105,6 @@ def test_a_collector_that_does_not_answer_does_not_delay_the_end(monkeypatch: py
     monkeypatch.setattr(tracing, "CLOSE_S", 0.1)  # the SDK alone waits 10 s
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tracer = tracing.Tracer(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces")
-        tracer.record("a", {}, {}, 0.0, {})
+        tracer.record({"gen_ai.operation.name": "chat", "gen_ai.request.model": "a"}, {}, 0.0, {})
         tracer.close()
         assert any(one.name == "manylora-traces" for one in threading.enumerate())

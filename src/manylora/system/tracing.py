@@ -60,7 +60,7 @@ class Tracer:
     def __init__(self, endpoint: str | None = None) -> None:
         try:
             from opentelemetry import trace
-            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.resources import OTELResourceDetector, Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -68,10 +68,7 @@ class Tracer:
             exporter = _exporter(endpoint)
         except ImportError as error:
             raise ConfigError(f"traces need {error.name}: pip install 'manylora[otel]'") from error
-        named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get(
-            "OTEL_RESOURCE_ATTRIBUTES", ""
-        )
-        resource = Resource.create({} if named else {"service.name": "manylora"})
+        resource = Resource.create({"service.name": "manylora"}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("manylora", __version__)
@@ -79,19 +76,20 @@ class Tracer:
 
     def record(
         self,
-        name: str,
         attributes: Mapping[str, Any],
         phases: Mapping[str, float],
         seconds: float,
         parent: Mapping[str, str],
         problem: str | None = None,
     ) -> None:
-        """A request that has just ended. attributes: without those that are None. phases: names and seconds
-        of its parts, one after the other. seconds: of all of it. parent: the request's HEADERS. problem: why
-        it failed.
+        """A request that has just ended. attributes: its operation and model at least; None is left
+        out. phases: names and seconds of its parts, one after the other. seconds: of all of it. parent:
+        the request's HEADERS. problem: why it failed.
         """
         trace, ended_ns = self._trace, time.time_ns()
-        given = {key: value for key, value in attributes.items() if value is not None}
+        given = {"gen_ai.provider.name": "manylora", **attributes, **_latencies(phases, seconds)}
+        given = {key: value for key, value in given.items() if value is not None}
+        name = f"{given['gen_ai.operation.name']} {given['gen_ai.request.model']}"
         at_ns = ended_ns - int(seconds * 1e9)
         context, kind = self._parent_of(parent), trace.SpanKind.SERVER
         span = self._tracer.start_span(name, context, kind, given, start_time=at_ns)
@@ -113,18 +111,16 @@ class Tracer:
         last.join(CLOSE_S)
 
 
-def latencies(phases: Mapping[str, float], seconds: float) -> dict[str, float | None]:
+def _latencies(phases: Mapping[str, float], seconds: float) -> dict[str, float | None]:
     """Attributes under the names of vLLM and SGLang. seconds: of the whole request."""
-    first, decode = phases.get("prefill"), phases.get("decode")
-    inside = None if first is None else first + (decode or 0.0)
+    first = phases.get("prefill")
     before = sum(phases.get(name, 0.0) for name in ("queue", "adapter_load"))
     return {
         "gen_ai.latency.time_in_queue": phases.get("queue"),
         "gen_ai.latency.time_to_first_token": None if first is None else before + first,
         "gen_ai.latency.e2e": seconds,
         "gen_ai.latency.time_in_model_prefill": first,
-        "gen_ai.latency.time_in_model_decode": decode,
-        "gen_ai.latency.time_in_model_inference": inside,
+        "gen_ai.latency.time_in_model_decode": phases.get("decode"),
         "manylora.latency.adapter_load": phases.get("adapter_load"),
     }
 

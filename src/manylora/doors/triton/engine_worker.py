@@ -27,7 +27,7 @@ from manylora.doors.triton.shape_guard import read_inputs
 from manylora.errors import DrainingError, RequestError
 from manylora.request import Event, FinishReason, LoraInput, Request
 from manylora.system.lifeline import RUN_DIR, Lifeline
-from manylora.system.tracing import Tracer, latencies, open_tracer, parent_in
+from manylora.system.tracing import Tracer, open_tracer, parent_in
 
 if TYPE_CHECKING:
     from manylora.engine.loop import EngineLoop
@@ -303,13 +303,10 @@ class EngineWorker:
 
     def _trace(self, tracer: Tracer, call: TritonCall, request: Request, event: Event) -> None:
         metrics, params, lora = event.metrics, request.params, request.lora
-        seconds = time.monotonic() - call.arrived
-        phases = metrics.phases if metrics is not None else {}
         names = [one.label for one, _ in lora.members] if lora is not None else []
         reason = event.finish_reason
         found = {
             "gen_ai.operation.name": "text_completion" if request.pooling is None else "embeddings",
-            "gen_ai.provider.name": "manylora",
             "gen_ai.request.model": "+".join(names) or NAME,
             "gen_ai.request.id": call.request_id or None,
             "gen_ai.request.max_tokens": params.max_tokens,
@@ -323,11 +320,10 @@ class EngineWorker:
             "manylora.adapter.digest": event.versions[-1].digest if event.versions else None,
             "manylora.adapter.tier": (metrics and metrics.adapter_tier) or None,
             "error.type": None if event.error is None else type(event.error).__name__,
-            **latencies(phases, seconds),
         }
         problem = None if event.error is None else str(event.error)
-        name = f"{found['gen_ai.operation.name']} {found['gen_ai.request.model']}"
-        tracer.record(name, found, phases, seconds, call.parent, problem)
+        phases = metrics.phases if metrics is not None else {}
+        tracer.record(found, phases, time.monotonic() - call.arrived, call.parent, problem)
 
     def _finish(self, call: TritonCall, response: Response) -> None:
         if not call.done:

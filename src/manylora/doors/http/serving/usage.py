@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
+from logging.handlers import QueueListener, WatchedFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,12 @@ from manylora.doors.http.serving.backend import Backend, Call
 from manylora.doors.http.serving.transport import request_id
 from manylora.errors import ConfigError
 from manylora.generation.generation import Generation
-from manylora.system.tracing import HEADERS, Tracer, latencies
+from manylora.system.tracing import HEADERS, Tracer
 
 logger = logging.getLogger("manylora")
 
-MAX_WAITING = 10_000  # lines that may wait for the disk
-AT_ONCE = 1000
-OPERATIONS = {
-    "chat": "chat",
-    "messages": "chat",
-    "responses": "chat",
-    "embed": "embeddings",
-    "pool": "embeddings",
-}
-"""Names of GenAI's semantic conventions, by a part of the path; for others text_completion."""
+MAX_WAITING, CLOSE_S = 10_000, 5.0  # lines that may wait for the disk, and how long at the end
+CHATS = "chat", "messages", "responses"  # parts of their paths
 
 
 @dataclass(frozen=True)
@@ -57,16 +50,11 @@ class FinishedRequest:
     parent: Mapping[str, str]
 
     @property
-    def prompt_tokens(self) -> int:
-        return sum(len(call.generation.prompt) for call in self.calls)
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(call.generation.num_output for call in self.calls)
-
-    @property
-    def cached_tokens(self) -> int:
-        return sum(one.cached_tokens for call in self.calls if (one := call.generation.metrics))
+    def tokens(self) -> tuple[int, int, int]:
+        """Of prompts, those of them that were in the KV cache, and of outputs."""
+        states = [call.generation for call in self.calls]
+        cached = sum(one.metrics.cached_tokens for one in states if one.metrics is not None)
+        return sum(len(one.prompt) for one in states), cached, sum(one.num_output for one in states)
 
     @cached_property
     def phases(self) -> dict[str, float]:
@@ -85,16 +73,11 @@ class FinishedRequest:
             found["decode"] = max(0.0, self.ended - call.arrived - sum(found.values()))
         return found
 
-    @property
-    def first_token_s(self) -> float | None:
-        """None: there was no token."""
-        phases = self.phases
-        return sum(phases.values()) - phases["decode"] if "decode" in phases else None
-
     def line(self) -> dict[str, Any]:
-        """As JSON."""
-        call, phases = self.calls[0], {name: round(value, 6) for name, value in self.phases.items()}
-        first, version = self.first_token_s, call.version
+        """As JSON. Times are in seconds."""
+        call, phases, version = self.calls[0], self.phases, self.calls[0].version
+        prompt, cached, output = self.tokens
+        first = sum(phases.values()) - phases["decode"] if "decode" in phases else None
         return {
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "request_id": self.name,
@@ -104,30 +87,30 @@ class FinishedRequest:
             "adapter": call.adapter,
             "version": version.number if version is not None else None,
             "digest": call.content or None,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "completion_tokens": self.output_tokens,
+            "prompt_tokens": prompt,
+            "cached_tokens": cached,
+            "completion_tokens": output,
             "status": self.status,
-            "queue_seconds": phases["queue"],
-            "adapter_load_seconds": phases.get("adapter_load", 0.0),
+            "queue_seconds": round(phases["queue"], 6),
+            "adapter_load_seconds": round(phases.get("adapter_load", 0.0), 6),
             "ttft_seconds": None if first is None else round(first, 6),
             "total_seconds": round(self.ended - call.arrived, 6),
         }
 
     def trace(self, tracer: Tracer) -> None:
         """Send it as a span."""
-        call, generation = self.calls[0], self.calls[0].generation
-        total_s, version = self.ended - call.arrived, call.version
-        operation = next((name for part, name in OPERATIONS.items() if part in self.route), "text_completion")
+        call, generation, version = self.calls[0], self.calls[0].generation, self.calls[0].version
+        is_text, is_chat = isinstance(generation, Generation), any(part in self.route for part in CHATS)
+        operation = "chat" if is_chat else "text_completion" if is_text else "embeddings"
+        prompt, cached, output = self.tokens
         found: dict[str, Any] = {
             "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": "manylora",
             "gen_ai.request.model": self.asked,
             "gen_ai.response.model": self.model,
             "gen_ai.request.id": self.name,
-            "gen_ai.usage.input_tokens": self.prompt_tokens,
-            "gen_ai.usage.output_tokens": self.output_tokens,
-            "gen_ai.usage.cache_read.input_tokens": self.cached_tokens,
+            "gen_ai.usage.input_tokens": prompt,
+            "gen_ai.usage.output_tokens": output,
+            "gen_ai.usage.cache_read.input_tokens": cached,
             "manylora.key": self.key,
             "manylora.adapter.name": call.adapter,
             "manylora.adapter.version": None if version is None else version.number,
@@ -148,10 +131,9 @@ class FinishedRequest:
                     one.finish_reason.value for one in outputs if one.finish_reason is not None
                 ],
             }
-        found |= latencies(self.phases, total_s)
-        problem = next((one.error.message for one in self.calls if one.error is not None), None)
-        problem = problem or ("The client has left" if self.status == 499 else None)
-        tracer.record(f"{operation} {self.asked}", found, self.phases, total_s, self.parent, problem)
+        left = "The client has left" if self.status == 499 else None
+        problem = next((one.error.message for one in self.calls if one.error is not None), left)
+        tracer.record(found, self.phases, self.ended - call.arrived, self.parent, problem)
 
 
 def report(
@@ -173,69 +155,53 @@ def report(
 
 
 class UsageLog:
-    """Appends a line per request on a thread of its own. A file that was renamed or deleted is made again, so
-    it may be rotated; SIGHUP, which is often sent then, does nothing. Lines that find no space are dropped
-    and counted. Raises ConfigError if the file cannot be opened.
+    """Appends a line per request, on a thread of its own. A file that was renamed or deleted is made again,
+    so it may be rotated; SIGHUP, which is often sent then, does nothing. Raises ConfigError if the file
+    cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self.num_dropped = path, 0
         try:
-            self._file = self._open()
+            self._file = _Lines(path, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"usage_log {path} cannot be written: {error.strerror}") from error
-        self._torn = self._told = False
-        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
-        self._thread = threading.Thread(target=self._run, name="manylora-usage", daemon=True)
-        self._thread.start()
+        self._waiting: queue.Queue[logging.LogRecord] = queue.Queue(MAX_WAITING)
+        self._writer = QueueListener(self._waiting, self._file)
+        self._writer.start()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
+    @property
+    def num_dropped(self) -> int:
+        return self._file.num_dropped
+
     def add(self, request: FinishedRequest) -> None:
         try:
-            self._lines.put_nowait(request.line())
+            self._waiting.put_nowait(logging.makeLogRecord({"msg": json.dumps(request.line())}))
         except queue.Full:
-            self.num_dropped += 1
+            self._file.num_dropped += 1
 
     def close(self) -> None:
-        """Write what waits."""
-        with contextlib.suppress(queue.Full):
-            self._lines.put(None, timeout=1)
-        self._thread.join(5)
+        """Write what waits, for some seconds."""
+        last = threading.Thread(target=self._writer.stop, name="manylora-usage", daemon=True)
+        last.start()
+        last.join(CLOSE_S)
 
-    def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
 
-    def _run(self) -> None:
-        ended = False
-        while not ended:
-            lines = [self._lines.get()]
-            while len(lines) < AT_ONCE and not self._lines.empty():
-                lines.append(self._lines.get())
-            ended = None in lines
-            found = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines if line is not None]
-            try:
-                self._write("".join(found).encode(errors="replace"))
-            except OSError as error:
-                self.num_dropped += len(found)
-                if not self._told:
-                    logger.error("lines of --usage-log are lost: %s", error.strerror)
-                self._told = True
-            else:
-                self._told = False
-        os.close(self._file)
+class _Lines(WatchedFileHandler):
+    """num_dropped: lines that found no space when they came."""
 
-    def _write(self, data: bytes) -> None:
-        """Raises OSError."""
+    num_dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
         try:
-            same = os.path.samestat(os.stat(self._path), os.fstat(self._file))  # noqa: PTH116
-        except FileNotFoundError:
-            same = False
-        if not same:
-            old, self._file, self._torn = self._file, self._open(), False
-            os.close(old)
-        data = (b"\n" if self._torn else b"") + data
-        while data:
-            written = os.write(self._file, data)
-            self._torn = data[written - 1 : written] != b"\n"  # the disk may be full in the middle of a line
-            data = data[written:]
+            super().emit(record)
+        except OSError:  # it was replaced: its space is free once it is closed, written or not
+            self.handleError(record)
+            with contextlib.suppress(OSError):
+                self.close()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        if not self.num_dropped:
+            logger.error("lines of --usage-log are lost: %s", sys.exc_info()[1])
+        self.num_dropped += 1

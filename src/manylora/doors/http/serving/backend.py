@@ -180,17 +180,10 @@ class Call(Generic[JobT]):
 
 class Backend:
     """Belongs to its event loop. meter: called for every ended sequence, with the seconds it waited here, and
-    those of them for its adapter to be read. on_finished: called with the FinishedRequest of
-    each one that has ended.
+    those of them for its adapter to be read. on_finished: called with each FinishedRequest.
     """
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        catalog: AdapterCatalog,
-        queue: FairQueue,
-        meter: Meter = lambda lora, event, waited_s, read_s: None,
-    ) -> None:
+    def __init__(self, engine: EngineClient, catalog: AdapterCatalog, queue: FairQueue, meter: Meter) -> None:
         self.catalog, self.queue = catalog, queue
         self.engine, self._meter = engine, meter
         self.history = History()

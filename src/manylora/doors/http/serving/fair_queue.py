@@ -54,8 +54,7 @@ class FairQueue:
         is earlier. Raises ApiError 429 if too many wait.
         """
         if not self._waiting and self._fits(cost):
-            self._active += cost
-            self._take_turn(key, tokens)
+            self._take_turn(key, cost, tokens)
         else:
             await self._wait(key, cost, tokens, priority)
         try:
@@ -102,8 +101,7 @@ class FairQueue:
                 return
             self._remove(key, waiter)
             if not waiter.turn.done():  # otherwise it was cancelled at this moment
-                self._active += waiter.cost
-                self._take_turn(key, waiter.tokens)
+                self._take_turn(key, waiter.cost, waiter.tokens)
                 waiter.turn.set_result(None)
         if not self._active:
             self._tokens.clear()
@@ -119,7 +117,8 @@ class FairQueue:
         if not self._waiting[key]:
             del self._waiting[key]
 
-    def _take_turn(self, key: str, tokens: int) -> None:
+    def _take_turn(self, key: str, cost: int, tokens: int) -> None:
+        self._active += cost
         sofar = max(self._tokens.pop(key, 0), self._level)
         self._level = sofar
         self._tokens[key] = sofar + max(1, tokens)  # the last in the dictionary now

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -34,20 +34,17 @@ CHATS = "chat", "messages", "responses"  # parts of their paths
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """A request to the engine that has ended. name: the client's or ours. key: name of the API key. model:
-    that answered. asked: the model that was asked for. status: of HTTP; 499: the client left. calls: one per
-    prompt. parent: HEADERS of a trace.
+    """A request to the engine that has ended. status: of HTTP; 499: the client left. key: name of the API
+    key. model: that answered. asked: the model that was asked for. calls: one per prompt.
     """
 
-    name: str
-    route: str
+    request: Request
+    status: int
     key: str
     model: str
     asked: str
-    status: int
     calls: tuple[Call[Any], ...]
     ended: float  # time.monotonic
-    parent: Mapping[str, str]
 
     @property
     def tokens(self) -> tuple[int, int, int]:
@@ -80,8 +77,8 @@ class FinishedRequest:
         first = sum(phases.values()) - phases["decode"] if "decode" in phases else None
         return {
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-            "request_id": self.name,
-            "route": self.route,
+            "request_id": request_id(self.request),
+            "route": self.request.url.path,
             "key": self.key,
             "model": self.model,
             "adapter": call.adapter,
@@ -100,14 +97,15 @@ class FinishedRequest:
     def trace(self, tracer: Tracer) -> None:
         """Send it as a span."""
         call, generation, version = self.calls[0], self.calls[0].generation, self.calls[0].version
-        is_text, is_chat = isinstance(generation, Generation), any(part in self.route for part in CHATS)
+        request, route = self.request, self.request.url.path
+        is_text, is_chat = isinstance(generation, Generation), any(part in route for part in CHATS)
         operation = "chat" if is_chat else "text_completion" if is_text else "embeddings"
         prompt, cached, output = self.tokens
         found: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.request.model": self.asked,
             "gen_ai.response.model": self.model,
-            "gen_ai.request.id": self.name,
+            "gen_ai.request.id": request_id(request),
             "gen_ai.usage.input_tokens": prompt,
             "gen_ai.usage.output_tokens": output,
             "gen_ai.usage.cache_read.input_tokens": cached,
@@ -116,7 +114,7 @@ class FinishedRequest:
             "manylora.adapter.version": None if version is None else version.number,
             "manylora.adapter.digest": call.content or None,
             "manylora.adapter.tier": (generation.metrics and generation.metrics.adapter_tier) or None,
-            "http.route": self.route,
+            "http.route": route,
             "http.response.status_code": self.status,
             "error.type": str(self.status) if self.status >= 400 else None,
         }
@@ -133,7 +131,8 @@ class FinishedRequest:
             }
         left = "The client has left" if self.status == 499 else None
         problem = next((one.error.message for one in self.calls if one.error is not None), left)
-        tracer.record(found, self.phases, self.ended - call.arrived, self.parent, problem)
+        parent = {name: request.headers[name] for name in HEADERS if name in request.headers}
+        tracer.record(found, self.phases, self.ended - call.arrived, parent, problem)
 
 
 def report(
@@ -147,9 +146,7 @@ def report(
 ) -> None:
     """Tell the usage log and the traces of calls that have ended. The fields are FinishedRequest's."""
     if backend.on_finished:
-        parent = {name: request.headers[name] for name in HEADERS if name in request.headers}
-        name, route, ended = request_id(request), request.url.path, time.monotonic()
-        done = FinishedRequest(name, route, key, model, asked, status, tuple(calls), ended, parent)
+        done = FinishedRequest(request, status, key, model, asked, tuple(calls), time.monotonic())
         for tell in backend.on_finished:
             tell(done)
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from server_response import ServerResponse
 
+from manylora.doors.triton import engine_worker
 from manylora.doors.triton.engine_worker import EngineModelOptions, EngineWorker
 from manylora.doors.triton.server_types import FINAL
 from manylora.errors import EngineDeadError
-from manylora.request import Event, FinishReason, Request, Sink
+from manylora.request import Event, FinishReason, Request, RequestMetrics, Sink
 from manylora.stats import EngineStats
 from manylora.system.lifeline import Lifeline
 
@@ -127,6 +128,22 @@ def test_a_client_that_has_left_ends_its_generation(cancelled: bool | Exception)
     engine.sinks[1](Event((5,), finish_reason=FinishReason.LENGTH, last=True))
     assert good.done.wait(60)
     worker.close()
+
+
+def test_a_trace_counts_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[dict[str, Any]] = []
+    tracer = SimpleNamespace(record=lambda given, *rest: found.append(given), close=lambda: None)
+    monkeypatch.setattr(engine_worker, "open_tracer", lambda: tracer)
+    client = Client(num_return_sequences=[2])
+    engine, worker = started(client)
+    for index, count in enumerate((3, 4)):
+        metrics = RequestMetrics(1, prompt_tokens=2, output_tokens=count)
+        reason = FinishReason.LENGTH
+        engine.sinks[0](Event((5,), (), index, reason, last=index == 1, metrics=metrics))
+    assert client.done.wait(60)
+    worker.close()
+    assert found[0]["gen_ai.usage.output_tokens"] == 7
+    assert found[0]["gen_ai.response.finish_reasons"] == ["length", "length"]
 
 
 def test_a_stop_request_ends_all_of_its_id_and_a_wrong_one_is_refused() -> None:

@@ -299,13 +299,17 @@ def adapter_told(name: str | None, task_id: int | None) -> bytes:
 
 @dataclass
 class ResponseEncoder:
-    """State for answering one Request. statistics: whether KV cache counts and times are requested."""
+    """State for answering one Request. statistics: whether KV cache counts and times are requested.
+    num_output, finish_reasons: of the sequences that have ended.
+    """
 
     request: Request
     batch_index: int | None  # None: the batch has one item
     exclude_input: bool
     statistics: bool = False
     logits_dtype: str = "float32"
+    num_output: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
     _sent: dict[int, np.ndarray] = field(default_factory=lambda: defaultdict(lambda: _NOTHING))
     _log_probs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     _context_logits: np.ndarray | None = None

@@ -25,7 +25,7 @@ from manylora.doors.triton.codec import Item, ResponseEncoder, adapter_told, dec
 from manylora.doors.triton.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest, send
 from manylora.doors.triton.shape_guard import read_inputs
 from manylora.errors import DrainingError, RequestError
-from manylora.request import Event, FinishReason, LoraInput, Request
+from manylora.request import Event, FinishReason, LoraInput
 from manylora.system.lifeline import RUN_DIR, Lifeline
 from manylora.system.tracing import Tracer, open_tracer, parent_in
 
@@ -276,8 +276,8 @@ class EngineWorker:
         return batch
 
     def _send(self, call: TritonCall, encoder: ResponseEncoder | None, event: Event) -> None:
-        if event.last and encoder is not None and self._tracer is not None:
-            self._trace(self._tracer, call, encoder.request, event)
+        if encoder is not None and self._tracer is not None:
+            self._trace(self._tracer, call, encoder, event)
         if event.finish_reason is not None:
             self._metrics.observe(encoder.request.lora if encoder is not None else UNREAD, event)
         if event.error is not None and not call.started:
@@ -301,10 +301,15 @@ class EngineWorker:
                 call.started = True
                 send(call.sender, response)
 
-    def _trace(self, tracer: Tracer, call: TritonCall, request: Request, event: Event) -> None:
-        metrics, params, lora = event.metrics, request.params, request.lora
+    def _trace(self, tracer: Tracer, call: TritonCall, encoder: ResponseEncoder, event: Event) -> None:
+        metrics, request = event.metrics, encoder.request
+        params, lora = request.params, request.lora
+        if event.finish_reason is not None:
+            encoder.finish_reasons.append(event.finish_reason.value)
+            encoder.num_output += metrics.output_tokens if metrics is not None else 0
+        if not event.last:
+            return
         names = [one.label for one, _ in lora.members] if lora is not None else []
-        reason = event.finish_reason
         found = {
             "gen_ai.operation.name": "text_completion" if request.pooling is None else "embeddings",
             "gen_ai.request.model": "+".join(names) or NAME,
@@ -313,8 +318,8 @@ class EngineWorker:
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.usage.input_tokens": metrics and metrics.prompt_tokens,
             "gen_ai.usage.cache_read.input_tokens": metrics and metrics.cached_tokens,
-            "gen_ai.usage.output_tokens": metrics and metrics.output_tokens,
-            "gen_ai.response.finish_reasons": None if reason is None else [reason.value],
+            "gen_ai.usage.output_tokens": encoder.num_output,
+            "gen_ai.response.finish_reasons": encoder.finish_reasons,
             "manylora.adapter.name": "+".join(names) or None,
             "manylora.adapter.version": event.versions[-1].number if event.versions else None,
             "manylora.adapter.digest": event.versions[-1].digest if event.versions else None,

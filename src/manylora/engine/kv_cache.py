@@ -353,7 +353,12 @@ class KvCache:
             if block in self._key_of and self._pages.references(block) == 1:
                 self._idle.add(block, *self._retention(sequence, index))
             if self._store is not None and block in self._key_of:
-                self._note_unsaved(block, *self._retention(sequence, index))
+                key, retention = (
+                    self._stored_as[self._node_of[self._key_of[block]]],
+                    self._retention(sequence, index),
+                )
+                if retention[0] >= self._min_priority and not self._store.is_saved(key):
+                    self._unsaved.setdefault(block, retention)
         self._pages.release(kv.cross_blocks)
         kv.blocks, kv.nodes, kv.cross_blocks, kv.is_encoded, kv.is_mixed = [], [], [], False, False
         kv.restore = None
@@ -493,11 +498,6 @@ class KvCache:
                 self._pages.share(block)
             kv.restore = Restore(sequence, blocks, store.restore(keys, blocks))
             self._restoring.append(kv.restore)
-
-    def _note_unsaved(self, block: int, priority: int, duration_ms: int | None) -> None:
-        key = self._stored_as[self._node_of[self._key_of[block]]]
-        if self._store is not None and priority >= self._min_priority and not self._store.is_saved(key):
-            self._unsaved.setdefault(block, (priority, duration_ms))
 
     def _match(self, sequence: Sequence) -> list[int]:
         nodes: list[int] = []

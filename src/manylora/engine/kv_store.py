@@ -36,7 +36,6 @@ MAGIC = b"manylora KV 1\n"
 OURS = r"[0-9a-f]{64}\.kv"  # files that may be deleted in the folder
 DIGESTS = "checkpoints.json"  # in the folder: digests of weight files that were read before
 PASSING = 32  # blocks in host memory on their way to the disk, if no more were asked for
-CHUNK = 2**24  # bytes of weights that are digested at a time
 CLOSE_S = 10.0  # how long the end of a process waits for the disk
 READERS = 2
 AHEAD = 8  # blocks that one of them has in host memory at a time
@@ -94,9 +93,13 @@ class KvStore:
         self._keeps_read = bool(num_slots)
         self._files: CopyFolder | None = None
         self._config, self._parts, self._since_reset = config, made_by, ""
-        if config.kv_disk_cache_dir is not None:
+        folder = config.kv_disk_cache_dir
+        if folder is not None:
             num_slots = max(num_slots, PASSING)
-            folder = _open_folder(config.kv_disk_cache_dir)
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"kv_disk_cache_dir {folder} cannot be made: {error.strerror}") from error
             self._files = CopyFolder(config.kv_disk_cache_bytes, folder, OURS, "KV disk cache")
             self._files.scan()
         self._made_by = self._identity()
@@ -136,7 +139,6 @@ class KvStore:
         return BlockKey(blake3(header.encode()).hexdigest(), header.encode())
 
     def has(self, key: BlockKey) -> bool:
-        """Whether there probably is a copy."""
         return key.name in self._held or self.is_saved(key)
 
     def is_saved(self, key: BlockKey) -> bool:
@@ -322,15 +324,6 @@ def _start(key: BlockKey, data: bytes | memoryview) -> bytes:
     return MAGIC + len(key.header).to_bytes(4, "little") + key.header + checksum
 
 
-def _open_folder(folder: Path) -> Path:
-    """Raises ConfigError."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"kv_disk_cache_dir {folder} cannot be made: {error.strerror}") from error
-    return folder
-
-
 def _digest_checkpoint(folder: Path, known: Path) -> str:
     """Digest of the settings and weights in a model's folder. Weights are read unless `known`, a file, has
     their digests and they have not changed since.
@@ -345,19 +338,11 @@ def _digest_checkpoint(folder: Path, known: Path) -> str:
         state = [about.st_size, about.st_ino, about.st_mtime_ns, about.st_ctime_ns]
         found = before.get(str(path.resolve()))
         if not isinstance(found, list) or found[:-1] != state:
-            found = [*state, _digest_file(path)]
+            found = [*state, blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()]
         before[str(path.resolve())] = found
         digest.update(f"{path.name} {found[-1]}\n".encode())
     with suppress(OSError):
         part = known.with_name(f"{known.name}.part-{secrets.token_hex(8)}")
         part.write_text(json.dumps(before), encoding="utf-8")
         part.replace(known)
-    return digest.hexdigest()
-
-
-def _digest_file(path: Path) -> str:
-    digest, buffer = blake3(max_threads=blake3.AUTO), bytearray(CHUNK)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
     return digest.hexdigest()

@@ -353,10 +353,8 @@ class KvCache:
             if block in self._key_of and self._pages.references(block) == 1:
                 self._idle.add(block, *self._retention(sequence, index))
             if self._store is not None and block in self._key_of:
-                key, retention = (
-                    self._stored_as[self._node_of[self._key_of[block]]],
-                    self._retention(sequence, index),
-                )
+                key = self._stored_as[self._node_of[self._key_of[block]]]
+                retention = self._retention(sequence, index)
                 if retention[0] >= self._min_priority and not self._store.is_saved(key):
                     self._unsaved.setdefault(block, retention)
         self._pages.release(kv.cross_blocks)

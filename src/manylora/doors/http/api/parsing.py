@@ -10,6 +10,7 @@ from pydantic_core import from_json
 
 from manylora.doors.http.api.errors import ApiError, invalid_value, unsupported_field
 from manylora.doors.http.api.schema import Body
+from manylora.errors import printable
 
 # A union's branch in the path of an error.
 BRANCH = re.compile(
@@ -82,7 +83,7 @@ def check_size(raw: bytes | bytearray) -> None:
 
 def _not_supported(name: str) -> ApiError:
     instead = INSTEAD.get(name.rpartition(".")[2], "leave it out")  # the field may be in a part of the body
-    return unsupported_field(f"{name[:200]} is not supported: {instead}", name[:200])
+    return unsupported_field(f"{printable(name[:200])} is not supported: {instead}", name[:200])
 
 
 def api_error(error: ValidationError, where: str = "") -> ApiError:

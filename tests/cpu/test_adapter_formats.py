@@ -171,7 +171,7 @@ def llama_cpp(adapter: Path, path: Path, heads: dict[str, int] | None = None, ki
         if side == "lora_b" and heads and name in heads:
             value = value.reshape(heads[name], 2, -1, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
         own = GGUF[name] + "_exps" * (".experts." in key)
-        writer.add_tensor(f"blk.{layer}.{own}.weight.{side}", value.contiguous().numpy())
+        writer.add_tensor(f"blk.{layer}.{own}.weight.{side}", value.float().contiguous().numpy())
     for write_part in (
         writer.write_header_to_file,
         writer.write_kv_data_to_file,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import subprocess
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ import numpy as np
 import pytest
 import torch
 from commands import MANYLORA, get, post, served
+from source_standins import serve_standin
+from test_adapter_formats import llama_cpp
 
 from manylora import LLM, LoRARequest, SamplingParams
 from manylora.cli import main
@@ -55,17 +58,23 @@ def turns(question: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2: Path) -> Any:
+def fast_gguf() -> Iterator[None]:
+    """transformers parses the file three times: half the time without these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map))
+        patch.setattr(np, "memmap", lambda path, **_: np.fromfile(path, np.uint8))
+        yield
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2: Path, fast_gguf: None) -> Any:
     """transformers' model and tokenizer of the file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     given = {"gguf_file": smollm2.name}
     plain = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
-    with pytest.MonkeyPatch.context() as patch:  # the file is parsed three times: half the time without these
-        patch.setattr(gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map))
-        patch.setattr(np, "memmap", lambda path, **_: np.fromfile(path, np.uint8))
-        model = AutoModelForCausalLM.from_pretrained(smollm2.parent, **plain, **given)
-        return model.eval(), AutoTokenizer.from_pretrained(smollm2.parent, **given)
+    model = AutoModelForCausalLM.from_pretrained(smollm2.parent, **plain, **given)
+    return model.eval(), AutoTokenizer.from_pretrained(smollm2.parent, **given)
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +179,67 @@ def test_serve_starts_by_default(smollm2: Path, adapters: Path, llm: LLM, tmp_pa
         [call] = called["choices"][0]["message"]["tool_calls"]
         assert call["function"]["name"] == "get_weather"
         assert "city" in json.loads(call["function"]["arguments"])
+
+
+def test_doors_of_others_and_what_operators_ask_for(
+    smollm2: Path, adapters: Path, llm: LLM, tmp_path: Path
+) -> None:
+    """The same adapter as PEFT's folder, llama.cpp's file, a URL and an alias, through TGI's API; asleep and
+    awake; and after a restart, from KV blocks on disk."""
+    llama_cpp(adapters / "pirate", tmp_path / "sailor.gguf", {"self_attn.q_proj": 9}, "llama")
+    system = "You speak of ships, harbours and the wind, and of nothing else. " * 8
+    raw = system + ASKED
+    pirate = LoRARequest("pirate", 9, str(adapters / "pirate"))
+    wanted = [one.outputs[0].text for one in llm.generate([raw] * 2, GREEDY, lora_request=[None, pirate])]
+    journal = tmp_path / "usage.jsonl"
+
+    def flags(url: str) -> list[object]:
+        named = [tmp_path / "sailor.gguf", f"remote={url}/pirate"]
+        return [
+            *(
+                smollm2,
+                "--lora-root",
+                adapters,
+                "--lora-modules",
+                *named,
+                "--download-dir",
+                tmp_path / "kept",
+            ),
+            *("--lora-alias", "crew=pirate@3,polite@0", "--enable-sleep-mode", "--usage-log", journal),
+            *("--kv-disk-cache-dir", tmp_path / "kv"),
+        ]
+
+    def ask(url: str, model: str | None) -> str:
+        body = {"inputs": raw, "parameters": {"max_new_tokens": 12, "do_sample": False, "adapter_id": model}}
+        return post(f"{url}/generate", body)["generated_text"]
+
+    with serve_standin() as web:
+        web.put("/pirate", adapters / "pirate")
+        with served(tmp_path / "log", *flags(web.url)) as url:
+            assert [ask(url, None), ask(url, "pirate")] == wanted
+            assert {ask(url, name) for name in ("sailor", "remote", "crew")} == {wanted[1]}
+            for level in (1, 2):
+                urllib.request.urlopen(f"{url}/sleep?level={level}", b"", timeout=60).close()
+                with pytest.raises(urllib.error.HTTPError, match="503"):
+                    ask(url, "pirate")
+                urllib.request.urlopen(f"{url}/wake_up", b"", timeout=60).close()
+                assert ask(url, "pirate") == wanted[1]
+        with served(tmp_path / "again", *flags(web.url)) as url:
+            assert [ask(url, None), ask(url, "pirate")] == wanted
+    lines = [json.loads(one) for one in journal.read_text().splitlines()]
+    done = [one for one in lines if one["status"] == 200]
+    assert [one["adapter"] for one in done[-2:]] == [None, "pirate"]
+    assert all(one["cached_tokens"] >= 64 for one in done[-2:])
+    assert len({one["digest"] for one in done if one["adapter"] in ("pirate", "sailor", "remote")}) == 1
+
+
+def test_verify_finds_the_same_log_probabilities(
+    smollm2: Path, adapters: Path, tmp_path: Path, fast_gguf: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts").write_text(f"{ASKED}\n", encoding="utf-8")
+    given = ["--lora-root", str(adapters), "--lora", "json", "--prompts", str(tmp_path / "prompts")]
+    assert main(["verify", str(smollm2), *given, "--json"]) == 0
+    assert '"json"' in capsys.readouterr().out
 
 
 def test_run_batch_answers_as_the_model_does(smollm2: Path, adapters: Path, llm: LLM, tmp_path: Path) -> None:

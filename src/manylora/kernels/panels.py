@@ -24,7 +24,7 @@ KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # in the order
 WORDS = {torch.bfloat16: torch.int32}  # dtypes stored as pairs of inputs -> dtype of a pair
 CHUNK_BYTES = 2**21  # rows read at a time: they are still in the CPU cache when laid out
 THREADS = 4
-FLOAT4_KIND, UINT4_KIND, INT5_KIND, UINT5_KIND, INT6_KIND = range(4, 9)
+INT8_KIND, INT4_KIND, FLOAT4_KIND, UINT4_KIND, INT5_KIND, UINT5_KIND, INT6_KIND = range(2, 9)
 FORMS, INTEGERS = 16, 3  # as in native/team.h
 WHOLE, HALVED, CODED = range(3)  # how scales are stored, as in native/panels.h
 BLOCK_ROOM = 18  # floats for 32 inputs of a row rounded to 8 bits
@@ -34,9 +34,9 @@ ROUNDED_INPUTS = 128  # minimum inputs of a layer that rounds them: smaller buff
 # GGUF's types that native/blocks.c lays out, in its order: kind, bits, inputs that share a scale, how scales
 # are stored, has offsets.
 BLOCKS = {
-    "Q4_0": (3, 4, 32, HALVED, False), "Q4_1": (UINT4_KIND, 4, 32, HALVED, True),
+    "Q4_0": (INT4_KIND, 4, 32, HALVED, False), "Q4_1": (UINT4_KIND, 4, 32, HALVED, True),
     "Q5_0": (INT5_KIND, 5, 32, HALVED, False), "Q5_1": (UINT5_KIND, 5, 32, HALVED, True),
-    "Q8_0": (2, 8, 32, HALVED, False), "Q4_K": (UINT4_KIND, 4, 32, CODED, True),
+    "Q8_0": (INT8_KIND, 8, 32, HALVED, False), "Q4_K": (UINT4_KIND, 4, 32, CODED, True),
     "Q5_K": (UINT5_KIND, 5, 32, CODED, True), "Q6_K": (INT6_KIND, 6, 16, CODED, False),
 }  # fmt: skip
 CODED_INPUTS = 256  # of a block
@@ -129,11 +129,11 @@ def look_up(ids: Tensor, table: Tensor | Panels) -> Tensor:
     """
     if isinstance(table, Tensor):
         return F.embedding(ids, table)
-    rows = torch.empty(len(ids), table.columns)
+    ids, rows = ids.to(torch.int64).contiguous(), torch.empty(len(ids), table.columns)
     library = native.load()
     assert library is not None, "only its kernels make panels"
     library.look_up_rows(
-        table.kind % FORMS, rows.data_ptr(), ids.contiguous().data_ptr(), len(ids), table.values.data_ptr(),
+        table.kind % FORMS, rows.data_ptr(), ids.data_ptr(), len(ids), table.values.data_ptr(),
         table.columns, table.rows, address(table.scales), address(table.offsets), table.group_size,
         table.stored_scales,
     )  # fmt: skip
@@ -175,7 +175,7 @@ def lay_out_blocks(library: ctypes.CDLL, kind: str, data: Tensor, columns: int, 
     row], as in the file.
     """
     _, bits, group, stored, has_offsets = BLOCKS[kind]
-    rows, panels = len(data), -(-len(data) // width)
+    data, rows, panels = data.contiguous(), len(data), -(-len(data) // width)
     values = huge_zeros((panels, columns * bits // 8, width), torch.int8 if bits == 8 else torch.uint8)
     if stored == CODED:
         shape = panels, columns // CODED_INPUTS, 2 + CODED_INPUTS // group, width
@@ -185,7 +185,7 @@ def lay_out_blocks(library: ctypes.CDLL, kind: str, data: Tensor, columns: int, 
     offsets = huge_zeros(shape, torch.uint8) if has_offsets else None
     library.lay_out_blocks(
         list(BLOCKS).index(kind), values.data_ptr(), scales.data_ptr(), address(offsets),
-        data.contiguous().data_ptr(), rows, columns,
+        data.data_ptr(), rows, columns,
     )  # fmt: skip
     return Panels(values, scales, offsets, rows, columns, blocks=kind)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,8 +52,15 @@ def answers(llm: LLM) -> list[Any]:
 @pytest.mark.parametrize("level", [1, 2])
 def test_answers_are_the_same_after_sleep(llm: LLM, level: int) -> None:
     before, awake = answers(llm), llm.stats()
+
+    def caches() -> int:
+        alive = (one for one in gc.get_objects() if type(one) is torch.Tensor)
+        return sum(one.nbytes == awake.kv_bytes for one in alive)
+
+    assert caches()
     llm.sleep(level)
     asleep = llm.stats()
+    assert not caches(), "the memory of the KV cache is free"
     assert asleep.kv_bytes == 0 and (asleep.weight_bytes == 0) == (level == 2)
     assert asleep.adapters.residents == awake.adapters.residents, "the adapter stays in the cache, and pinned"
     with pytest.raises(SleepingError, match="asleep"):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from manylora.engine.build import EngineParts, load_weights, open_runner
 from manylora.engine.sizing import MemoryPlan, allocate, kv_cache_dtype
+from manylora.model.decoder import Decoder
 
 GONE: Any = None  # instead of a part while its memory is freed
 LEVELS = (1, 2)
@@ -32,6 +33,8 @@ class Sleep:
         self._num_slots = num_slots
         gone = ("kv", "states", "runner", "decoder")[: 2 + level]
         self.asleep = replace(parts, **dict.fromkeys(gone, GONE))
+        if isinstance(parts.decoder, Decoder):
+            parts.decoder.forget()
         moves = level == 1 and parts.device.torch.type != "cpu"
         self._moved = Moved(tensors_in(parts.decoder)) if moves else None
 

@@ -244,6 +244,11 @@ class DecodeStep:
             self._last = made
         return self._run(made)
 
+    def forget(self) -> None:
+        """Hold no tensors of earlier calls any more."""
+        self._kv = self._last = None
+        self._adapters = ([], None)
+
     def again(self) -> tuple[Tensor, Tensor] | None:
         """Repeat the last call with the current content of its arrays of tokens, places, slots, blocks and
         lengths.

@@ -196,6 +196,12 @@ class Decoder(DecoderLayers):
             logits = logits * scale if scale != 1 else logits
             return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    def forget(self) -> None:
+        """Hold no tensors of earlier batches any more, the KV cache among them."""
+        self._last = None
+        if self._decode_step is not None:
+            self._decode_step.forget()
+
     def _in_one_call(self, batch: ForwardBatch, kv: KvTensors) -> tuple[Tensor, Tensor] | None:
         """None if the layers must be called one by one."""
         step, last = self._decode_step, self._last

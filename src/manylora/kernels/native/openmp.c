@@ -1,19 +1,18 @@
-/* OpenMP for code that clang compiled, on the runtime that torch has loaded, so that the process has only that one.
+/* OpenMP for the kernels, on the runtime that torch has loaded, so that the process has only that one.
  *
- * clang's code calls functions of LLVM's runtime, which neither torch nor the compiler's wheel has. Those that the
- * kernels need are here, on top of three functions that the runtimes of GCC, LLVM and Intel all have. Until
- * `use_openmp` is called there is one thread. GCC's code calls GCC's runtime and needs nothing of this.
+ * GCC's code and clang's call functions of their own runtimes; neither torch nor the compiler's wheel has clang's. Those
+ * that the kernels need are here, on top of three functions that the runtimes of GCC, LLVM and Intel all have. Until
+ * `use_openmp` is called there is one thread.
  *
  * Barriers within a region are here as well, not in the runtime. GCC's keeps a team for each thread that ever began a
  * region. Where these have more threads than there are processors, as after an engine was loaded by another thread
  * than its own, it lets a waiting thread sleep after 2 microseconds. A step has hundreds of barriers, and to wake a
  * thread takes ten times as long. */
 
-#ifdef __clang__
-
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <unistd.h>
@@ -26,7 +25,11 @@ enum { SPINS = 1000 /* before a thread sleeps: some 20 to 50 microseconds */ };
 enum { ARGUMENTS = 40, LOOPS = 8, DEPTH = 4, STATIC_CHUNKS = 33, MODIFIERS = 3 << 29 };
 #define OURS __attribute__((visibility("hidden"))) /* another runtime in the process may have the same names */
 
+#ifdef __clang__
 typedef void (*Body)(int32_t *thread, int32_t *bound, ...);
+#else
+typedef void (*Body)(void *data);
+#endif
 typedef struct Place Place; /* in the source; not read */
 
 static struct {
@@ -77,54 +80,10 @@ typedef struct {
     int64_t first, step, trips, chunk; /* of the loop this thread is in */
 } Thread;
 
-static _Thread_local Thread self = {.count = 1}, outer[DEPTH];
-static _Thread_local int depth;
-static _Thread_local unsigned wanted;
+static _Thread_local Thread self = {.count = 1};
 
 OURS int omp_get_thread_num(void) { return self.number; }
 OURS int omp_get_num_threads(void) { return self.count; }
-OURS int32_t __kmpc_global_thread_num(Place *place) { return self.number; }
-
-static void run(void *data) {
-    Team *const team = data;
-    void **const a = team->arguments;
-    const Thread before = self;
-    self = (Thread){.team = team, .count = 1};
-    if (runtime.parallel && !before.team) self.number = runtime.number(), self.count = runtime.count();
-    int32_t thread = self.number, bound = 0;
-    team->body(&thread, &bound, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13],
-               a[14], a[15], a[16], a[17], a[18], a[19], a[20], a[21], a[22], a[23], a[24], a[25], a[26], a[27], a[28],
-               a[29], a[30], a[31], a[32], a[33], a[34], a[35], a[36], a[37], a[38], a[39]);
-    self = before;
-}
-
-OURS void __kmpc_fork_call(Place *place, int32_t count, Body body, ...) {
-    Team team = {.body = body};
-    va_list given;
-    if (count > ARGUMENTS) __builtin_trap(); /* the region uses too many variables */
-    va_start(given, body);
-    for (int32_t i = 0; i < count; i++) team.arguments[i] = va_arg(given, void *);
-    va_end(given);
-    const unsigned threads = wanted;
-    wanted = 0;
-    if (runtime.parallel && !self.team) runtime.parallel(run, &team, threads, 0);
-    else run(&team); /* a region inside another has one thread */
-}
-
-OURS void __kmpc_push_num_threads(Place *place, int32_t thread, int32_t count) { wanted = count; }
-
-OURS void __kmpc_serialized_parallel(Place *place, int32_t thread) {
-    if (depth == DEPTH) __builtin_trap();
-    outer[depth++] = self;
-    self = (Thread){.count = 1};
-}
-
-OURS void __kmpc_end_serialized_parallel(Place *place, int32_t thread) { self = outer[--depth]; }
-OURS int32_t __kmpc_masked(Place *place, int32_t thread, int32_t filter) { return self.number == filter; }
-OURS void __kmpc_end_masked(Place *place, int32_t thread) {}
-OURS int32_t __kmpc_master(Place *place, int32_t thread) { return self.number == 0; }
-OURS void __kmpc_end_master(Place *place, int32_t thread) {}
-
 static void relax(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -148,7 +107,7 @@ static void wake_all(_Atomic int32_t *at) {
 #endif
 }
 
-OURS void __kmpc_barrier(Place *place, int32_t thread) {
+static void meet(void) {
     if (self.count == 1) return;
     Meeting *const m = &self.team->meeting;
     const int32_t before = m->meetings;
@@ -173,7 +132,7 @@ static void enter(void) {
 }
 
 static int64_t take(int64_t count) {
-    return __c11_atomic_fetch_add(&self.team->loops[self.begun % LOOPS].taken, count, __ATOMIC_SEQ_CST);
+    return (self.team->loops[self.begun % LOOPS].taken += count) - count;
 }
 
 static void leave(void) {
@@ -182,16 +141,6 @@ static void leave(void) {
     loop->taken = loop->left = 0;
     loop->uses++;
 }
-
-OURS int32_t __kmpc_single(Place *place, int32_t thread) {
-    if (self.count == 1) return 1;
-    enter();
-    const int first = take(1) == 0;
-    leave();
-    return first;
-}
-
-OURS void __kmpc_end_single(Place *place, int32_t thread) {}
 
 static void begin(int64_t first, int64_t last, int64_t step, int64_t chunk) {
     const int64_t distance = step > 0 ? last - first : first - last, size = step > 0 ? step : -step;
@@ -219,6 +168,83 @@ static int next(int64_t *first, int64_t *last) {
     *last = self.first + (end - 1) * self.step;
     return 1;
 }
+
+#ifdef __clang__
+
+static void call(Team *team) {
+    void **const a = team->arguments;
+    int32_t thread = self.number, bound = 0;
+    team->body(&thread, &bound, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13],
+               a[14], a[15], a[16], a[17], a[18], a[19], a[20], a[21], a[22], a[23], a[24], a[25], a[26], a[27], a[28],
+               a[29], a[30], a[31], a[32], a[33], a[34], a[35], a[36], a[37], a[38], a[39]);
+}
+
+#else
+
+static void call(Team *team) { team->body(team->arguments[0]); }
+
+#endif
+
+/* A region's work, on each thread of the runtime's. */
+static void run(void *data) {
+    Team *const team = data;
+    const Thread before = self;
+    self = (Thread){.team = team, .count = 1};
+    if (runtime.parallel && !before.team) self.number = runtime.number(), self.count = runtime.count();
+    call(team);
+    self = before;
+}
+
+static void begin_region(Team *team, unsigned threads) {
+    if (runtime.parallel && !self.team) runtime.parallel(run, team, threads, 0);
+    else run(team); /* a region inside another has one thread */
+}
+
+#ifdef __clang__
+
+static _Thread_local Thread outer[DEPTH];
+static _Thread_local int depth;
+static _Thread_local unsigned wanted;
+
+OURS int32_t __kmpc_global_thread_num(Place *place) { return self.number; }
+
+OURS void __kmpc_fork_call(Place *place, int32_t count, Body body, ...) {
+    Team team = {.body = body};
+    va_list given;
+    if (count > ARGUMENTS) __builtin_trap(); /* the region uses too many variables */
+    va_start(given, body);
+    for (int32_t i = 0; i < count; i++) team.arguments[i] = va_arg(given, void *);
+    va_end(given);
+    const unsigned threads = wanted;
+    wanted = 0;
+    begin_region(&team, threads);
+}
+
+OURS void __kmpc_push_num_threads(Place *place, int32_t thread, int32_t count) { wanted = count; }
+
+OURS void __kmpc_serialized_parallel(Place *place, int32_t thread) {
+    if (depth == DEPTH) __builtin_trap();
+    outer[depth++] = self;
+    self = (Thread){.count = 1};
+}
+
+OURS void __kmpc_end_serialized_parallel(Place *place, int32_t thread) { self = outer[--depth]; }
+OURS int32_t __kmpc_masked(Place *place, int32_t thread, int32_t filter) { return self.number == filter; }
+OURS void __kmpc_end_masked(Place *place, int32_t thread) {}
+OURS int32_t __kmpc_master(Place *place, int32_t thread) { return self.number == 0; }
+OURS void __kmpc_end_master(Place *place, int32_t thread) {}
+
+OURS void __kmpc_barrier(Place *place, int32_t thread) { meet(); }
+
+OURS int32_t __kmpc_single(Place *place, int32_t thread) {
+    if (self.count == 1) return 1;
+    enter();
+    const int first = take(1) == 0;
+    leave();
+    return first;
+}
+
+OURS void __kmpc_end_single(Place *place, int32_t thread) {}
 
 /* This thread's share of [*first, *last]; without a chunk it is in one piece. */
 static void share(int32_t kind, int64_t *first, int64_t *last, int64_t *stride, int64_t step, int64_t chunk) {
@@ -264,5 +290,32 @@ COUNTERS(8, int64_t, int64_t)
 COUNTERS(8u, uint64_t, int64_t)
 
 OURS void __kmpc_dispatch_deinit(Place *place, int32_t thread) {}
+
+#else
+
+OURS void GOMP_parallel(Body body, void *data, unsigned threads, unsigned flags) {
+    Team team = {.body = body, .arguments = {data}};
+    if (threads == 1) run(&(Team){.body = body, .arguments = {data}});
+    else begin_region(&team, threads);
+}
+
+OURS void GOMP_barrier(void) { meet(); }
+
+/* [*first, *end) are the next iterations. */
+#define LOOPS_OF(NAME)                                                                                            \
+    OURS bool GOMP_loop_##NAME##_next(long *first, long *end) {                                                   \
+        int64_t from, to;                                                                                         \
+        if (!next(&from, &to)) return false;                                                                      \
+        *first = from, *end = to + self.step;                                                                     \
+        return true;                                                                                              \
+    }                                                                                                             \
+    OURS bool GOMP_loop_##NAME##_start(long from, long to, long step, long chunk, long *first, long *end) {       \
+        begin(from, step > 0 ? to - 1 : to + 1, step, chunk);                                                     \
+        return GOMP_loop_##NAME##_next(first, end);                                                               \
+    }
+LOOPS_OF(dynamic)
+LOOPS_OF(nonmonotonic_dynamic) /* since GCC 9 */
+
+OURS void GOMP_loop_end(void) { meet(); }
 
 #endif

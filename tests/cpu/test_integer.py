@@ -7,21 +7,27 @@ import ctypes
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
+from driver import Driver
+from gguf import GGMLQuantizationType
+from gguf_files import make_gguf, random_blocks
 from tiny_models import make_model
 
 from manylora import QuantConfig
 from manylora.checkpoints.quant.config import INTEGER
+from manylora.config.hub import local_model
 from manylora.doors.cli.build import main as build
 from manylora.errors import ConfigError
 from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.device import open_device
-from manylora.kernels.panels import INTEGERS, Panels, PanelsLinear
+from manylora.kernels.panels import BLOCKS, INTEGERS, Panels, PanelsLinear, lay_out_blocks, look_up
 from manylora.kernels.products import to_integer_panels
-from manylora.kernels.quantised import QuantisedWeight
+from manylora.kernels.quantised import QuantisedWeight, round_inputs
+from manylora.kernels.reference import ReferenceOps
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
@@ -78,6 +84,59 @@ def test_the_kernels_compute_what_exact_integers_say(
                 assert torch.equal(linear(x[:count], packed, bias), y[:count]), count
             found.append(y)
     assert all(torch.equal(y, found[0]) for y in found)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_of_a_file_times_rounded_inputs(kind: str, emulated: ctypes.CDLL) -> None:
+    """As the values that gguf-py reads say, with the same bits in every form and in any company."""
+    torch.manual_seed(0)
+    data = random_blocks(GGMLQuantizationType[kind], 101, 1280)
+    wide = torch.from_numpy(gguf.dequantize(data, GGMLQuantizationType[kind])).float()
+    x, bias = inputs(100, 1280), torch.randn(101)
+    want = round_inputs(x).double() @ wide.double().T + bias
+    found = []
+    for library in (native.load(), emulated):
+        assert library is not None
+        linear, dots = PanelsLinear(library), library.integer_dots()
+        made = lay_out_blocks(library, kind, torch.from_numpy(data), 1280, INTEGERS + dots)
+        if library is native.load():
+            assert torch.equal(look_up(torch.arange(101), made), wide)
+        for form in range(INTEGERS, INTEGERS + dots + 1):
+            packed = replace(made, form=form)
+            y = linear(x, packed, bias)
+            torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
+            for count in (1, 2, 4, 5, 7, 97):
+                assert torch.equal(linear(x[:count], packed, bias), y[:count]), count
+            found.append(y)
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_0"])
+def test_a_gguf_file_keeps_its_weights_and_rounds_activations(kind: str, tmp_path: Path) -> None:
+    """With and without compiled kernels; the file's bits stay, so an adapter and DoRA's norms are as ever."""
+    model = make_model(tmp_path / "model", "llama", hidden_size=256, intermediate_size=512)
+    file, ids = tmp_path / "tiny.gguf", list(range(3, 40))
+    make_gguf(file, model, GGMLQuantizationType[kind], GGMLQuantizationType.Q6_K)
+    folder, quant = local_model(file), QuantConfig("W4A8", exclude_modules=["*.o_proj"])
+    device = open_device("cpu")
+
+    def logits(ops: ReferenceOps, asked: QuantConfig | None) -> torch.Tensor:
+        on = replace(device, ops=ops)
+        decoder = load_decoder(folder, read_model_config(folder), torch.float32, on, 64, asked)
+        return Driver(decoder, [ids], [None]).run()[0]
+
+    def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+        return float((found - wanted).pow(2).mean().sqrt())
+
+    exact, found = logits(device.ops, None), logits(device.ops, quant)
+    noise = error(found, exact)
+    assert 1e-4 * float(exact.std()) < noise < 0.1 * float(exact.std())
+    assert error(found, logits(CpuOps(), quant)) < 0.5 * noise  # inputs between two steps are rounded apart
+    assert not torch.equal(found, logits(device.ops, QuantConfig("W4A8")))
+    with pytest.raises(ConfigError, match=r"GGUF file is quantised already.* W8A8 or W4A8, which keep"):
+        logits(device.ops, QuantConfig("W8A16"))
+    build_it = ["--model_dir", str(file), "--output_dir", str(tmp_path / "built"), "--quant_algo", "W4A8"]
+    assert build(build_it) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

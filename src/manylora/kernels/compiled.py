@@ -18,6 +18,7 @@ from manylora.kernels.cpu import CpuOps
 from manylora.kernels.decode_step import KINDS, SHORT, DecoderParts, DecodeStep
 from manylora.kernels.panels import (
     BLOCKS,
+    INTEGERS,
     Panels,
     PanelsLinear,
     WeightRows,
@@ -90,8 +91,10 @@ class CompiledOps(CpuOps):
         panels = read_panels(self._library, rows, self._panels_linear.width)
         return super().pack_rows(rows, routed) if panels is None else self._rounding(panels)
 
-    def pack_blocks(self, kind: str, data: Tensor, columns: int) -> Weight:
-        return self._rounding(lay_out_blocks(self._library, kind, data, columns, self._panels_linear.width))
+    def pack_blocks(self, kind: str, data: Tensor, columns: int, rounds_inputs: bool = False) -> Weight:
+        form = INTEGERS + self._library.integer_dots() if rounds_inputs else 0
+        panels = lay_out_blocks(self._library, kind, data, columns, form)
+        return panels if rounds_inputs else self._rounding(panels)
 
     def pack_table(self, table: WeightRows | QuantisedWeight, is_head: bool) -> Tensor | Panels:
         packed: Weight | None = None

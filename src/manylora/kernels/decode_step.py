@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -178,7 +178,7 @@ class DecodeStep:
         self._decoder["norm"], self._decoder["head"] = parts.norm.data_ptr(), _weights(parts.head)
         if (table := parts.embedding) is not None:
             rows = table if isinstance(table, Panels) else Panels(table, None, None, *table.shape)
-            self._decoder["table"] = _weight(replace(rows, form=0), None)
+            self._decoder["table"] = _weight(rows, None)
             self._decoder["table_width"] = library.panel_width() if isinstance(table, Panels) else 1
 
     @property

@@ -27,7 +27,7 @@ THREADS = 4
 INT8_KIND, INT4_KIND, FLOAT4_KIND, UINT4_KIND, INT5_KIND, UINT5_KIND, INT6_KIND = range(2, 9)
 FORMS, INTEGERS = 16, 3  # as in native/team.h
 WHOLE, HALVED, CODED = range(3)  # how scales are stored, as in native/panels.h
-BLOCK_ROOM = 18  # floats for 32 inputs of a row rounded to 8 bits
+BLOCK_ROOM = 19  # floats for 32 inputs of a row rounded to 8 bits
 ROUNDED_INPUTS = 128  # minimum inputs of a layer that rounds them: smaller buffers do not fit
 
 
@@ -67,8 +67,8 @@ class Panels:
     scales:  float32 [panels, groups, width], 8 and 4 bits only. offsets: the same, or None for 0.
     blocks:  the type in BLOCKS that values, scales and offsets have in the bytes of native/panels.h, or None.
     rows: N. columns: K.
-    form: of products with rounded inputs: to bfloat16 (`products.FORMS`), or to 8 bits (`integer.py`, with
-             its own layout); 0: float32 inputs.
+    form: of products with rounded inputs: to bfloat16 (`products.FORMS`), or to 8 bits (INTEGERS, or with
+             byte products INTEGERS + 1; with the layout of native/integer.c); 0: float32 inputs.
     """
 
     values: Tensor
@@ -133,7 +133,7 @@ def look_up(ids: Tensor, table: Tensor | Panels) -> Tensor:
     library = native.load()
     assert library is not None, "only its kernels make panels"
     library.look_up_rows(
-        table.kind % FORMS, rows.data_ptr(), ids.data_ptr(), len(ids), table.values.data_ptr(),
+        table.kind, rows.data_ptr(), ids.data_ptr(), len(ids), table.values.data_ptr(),
         table.columns, table.rows, address(table.scales), address(table.offsets), table.group_size,
         table.stored_scales,
     )  # fmt: skip
@@ -170,10 +170,11 @@ def to_panels(weight: Tensor | QuantisedWeight, width: int, block: int) -> Panel
     return Panels(values, _to_width(scales, width), turned, rows, columns, float4=weight.is_float4)
 
 
-def lay_out_blocks(library: ctypes.CDLL, kind: str, data: Tensor, columns: int, width: int) -> Panels:
+def lay_out_blocks(library: ctypes.CDLL, kind: str, data: Tensor, columns: int, form: int = 0) -> Panels:
     """A weight [N, columns] of a type in BLOCKS, with the values of gguf/blocks.py. data: uint8 [N, bytes per
-    row], as in the file.
+    row], as in the file. form: 0, or of integer products.
     """
+    width = library.panel_width()
     _, bits, group, stored, has_offsets = BLOCKS[kind]
     data, rows, panels = data.contiguous(), len(data), -(-len(data) // width)
     values = huge_zeros((panels, columns * bits // 8, width), torch.int8 if bits == 8 else torch.uint8)
@@ -184,10 +185,10 @@ def lay_out_blocks(library: ctypes.CDLL, kind: str, data: Tensor, columns: int, 
     scales = huge_zeros(shape, torch.uint8)
     offsets = huge_zeros(shape, torch.uint8) if has_offsets else None
     library.lay_out_blocks(
-        list(BLOCKS).index(kind), values.data_ptr(), scales.data_ptr(), address(offsets),
+        list(BLOCKS).index(kind), form, values.data_ptr(), scales.data_ptr(), address(offsets),
         data.data_ptr(), rows, columns,
     )  # fmt: skip
-    return Panels(values, scales, offsets, rows, columns, blocks=kind)
+    return Panels(values, scales, offsets, rows, columns, form, blocks=kind)
 
 
 def read_panels(library: ctypes.CDLL, rows: WeightRows, width: int) -> Panels | None:

@@ -23,10 +23,10 @@ def to_integer_panels(library: ctypes.CDLL, weight: QuantisedWeight) -> Panels |
     available, with identical results.
 
     values: int8 [panels, K / 4, width, 4], inputs padded with zeros to blocks of 32; for 4 bits uint8
-            [panels, K / 8, width, 4], inputs 0 to 3 of eight in the low halves, 4 to 7 in the high halves.
+            [panels, K / 8, width, 4].
     scales: float32 [panels, 1, width]; for 4 bits bfloat16 [panels, K / 32, width].
     """
-    width, form = library.integer_width(), INTEGERS + library.integer_dots()
+    width, form = library.panel_width(), INTEGERS + library.integer_dots()
     (rows, columns), groups = weight.shape, weight.scales.shape[1]
     panels, others = -(-rows // width), (weight.offsets, weight.zeros, weight.order)
     below = panels * width - rows

@@ -119,9 +119,9 @@ class ReferenceOps:
         """As `pack`, for a plain weight that is still in its file."""
         return self.pack(rows.whole(), routed)
 
-    def pack_blocks(self, kind: str, data: Tensor, columns: int) -> Weight:
+    def pack_blocks(self, kind: str, data: Tensor, columns: int, rounds_inputs: bool = False) -> Weight:
         """A weight [N, columns] of one of `block_types` as `pack` would give it, straight from the file's
-        bytes, uint8 [N, bytes per row].
+        bytes, uint8 [N, bytes per row]. rounds_inputs: to 8 bits, as by `quantised.round_inputs`.
         """
         raise NotImplementedError
 

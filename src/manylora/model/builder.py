@@ -122,7 +122,7 @@ def _prepare(plan: BuildPlan) -> None:
 def _convert(plan: BuildPlan, model: ModelConfig, files: dict[str, Any], writer: _Writer) -> str:
     specs = plan_of_files(model, files)
     sources = {piece.source for spec in specs.values() for piece in spec.slices}
-    stored = check_names(files, specs, model, plan.quant)
+    stored = check_names(files, specs, model, plan.quant, is_served=False)
     linears: set[str] = set()
     wanted: dict[str, WeightSpec] = {}  # sources to quantise; layers fused at load time together
     before = after = quantised = 0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manylora.checkpoints.quant.config import SERVED, CheckpointQuant, QuantAlgo, QuantConfig
+from manylora.checkpoints.quant.config import INTEGER, SERVED, CheckpointQuant, QuantAlgo, QuantConfig
 from manylora.checkpoints.quant.layouts import halves_to_bytes
 from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
@@ -106,12 +106,24 @@ def stack_weights(pieces: Sequence[Tensor | QuantisedWeight]) -> Tensor | Quanti
 
 
 def check_quant_request(
-    config: QuantConfig | None, stored: CheckpointQuant | None, is_quantised: bool
+    config: QuantConfig | None,
+    stored: CheckpointQuant | None,
+    is_quantised: bool,
+    is_gguf: bool,
+    is_served: bool,
 ) -> None:
-    """Raises ConfigError if a checkpoint cannot be quantised as requested. stored: its own quantisation."""
+    """Raises ConfigError if a checkpoint cannot be quantised as requested. stored: its own quantisation.
+    is_served: it is not converted; of a GGUF file W8A8 and W4A8 then only round the inputs.
+    """
     if config is None or config.quant_algo in (None, QuantAlgo.NO_QUANT):
         return
-    if is_quantised:
+    if is_quantised and is_gguf:
+        if not is_served or config.quant_algo not in INTEGER:
+            raise ConfigError(
+                "a GGUF file is quantised already: leave quant_algo out; a CPU also serves such a file with "
+                "W8A8 or W4A8, which keep its weights and round activations to 8 bits"
+            )
+    elif is_quantised:
         algo = None if stored is None else stored.algo
         if config.quant_algo != algo or config.exclude_modules:
             already = "already" if algo is None else f"already, in {algo}"

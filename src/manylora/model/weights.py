@@ -230,13 +230,16 @@ def plan_of_files(config: ModelConfig, files: Files) -> Plan:
 
 
 def check_names(
-    files: Files, plan: Plan, config: ModelConfig, quant: QuantConfig | None
+    files: Files, plan: Plan, config: ModelConfig, quant: QuantConfig | None, is_served: bool = True
 ) -> CheckpointWeights:
-    """Raises ConfigError unless it has exactly the tensors of the plan, and can be quantised as asked."""
+    """Raises ConfigError unless it has exactly the tensors of the plan, and can be quantised as asked.
+    is_served: it is not converted.
+    """
     stored = CheckpointWeights(config.quant, files.keys())
     sources = {piece.source for spec in plan.values() for piece in spec.slices}
     wanted = {name for source in sources for name in stored.names(source)}
-    check_quant_request(quant, config.quant, wanted != sources)
+    is_gguf = any(isinstance(file, GgufFile) for file in files.values())
+    check_quant_request(quant, config.quant, wanted != sources, is_gguf, is_served)
     missing = sorted(wanted - files.keys())
     if missing:
         head = f"{FAMILIES[config.architecture].names(config).head}.weight"
@@ -376,6 +379,7 @@ class _WeightReader:
         ops = self.device.ops
         if self.dtype != torch.float32 or spec.all_columns:
             return None
+        rounds_inputs = self._rounds_inputs_of(spec)
         runs: list[tuple[str, list[Tensor]]] = []  # of slices of one type
         read: dict[str, tuple[str, Tensor]] = {}
         for piece in spec.slices:
@@ -393,9 +397,13 @@ class _WeightReader:
                 runs.append((kind, []))
             runs[-1][1].append(data[piece.places])
         joined = [(kind, rows[0] if len(rows) == 1 else torch.cat(rows)) for kind, rows in runs]
-        parts = [ops.pack_blocks(kind, rows, spec.columns) for kind, rows in joined]
+        parts = [ops.pack_blocks(kind, rows, spec.columns, rounds_inputs) for kind, rows in joined]
         counts = tuple(sum(map(len, rows)) for _, rows in runs)
         return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts), counts)
+
+    def _rounds_inputs_of(self, spec: WeightSpec) -> bool:
+        modules = [piece.source.removesuffix(".weight") for piece in spec.slices]
+        return self.rounds_inputs and (self.quant is None or all(map(self.quant.quantises, modules)))
 
     def _pieces(self, spec: WeightSpec, dtype: torch.dtype) -> Tensor | QuantisedWeight | StackedWeight:
         """The slices as one weight. Reads each source once and completely: some layouts interleave rows."""
@@ -410,7 +418,7 @@ class _WeightReader:
             if place not in whole:
                 columns, expert = spec.all_columns or spec.columns, piece.expert if piece.experts else None
                 found = read_quantised(source, piece.total, columns, files, self.stored, device, expert)
-                whole[place] = replace(found.to(dtype), rounds_inputs=self.rounds_inputs)
+                whole[place] = replace(found.to(dtype), rounds_inputs=self._rounds_inputs_of(spec))
             rows = whole[place].rows(piece.places)
             with _naming(source):
                 pieces.append(rows.columns(spec.column_range))

@@ -1,4 +1,4 @@
-/* Lays the blocks of GGUF's types out in panels, as they are read from a file, in as many bytes. Scales that a block
+/* Lays the blocks of GGUF's types out in panels, as of panels.h or of integer.c, in as many bytes. Scales that a block
  * stores as products of two numbers stay so; their product in float32 is exact, so the values are those of
  * gguf/blocks.py bit for bit. */
 
@@ -93,6 +93,23 @@ INLINE void place_codes(const int bits, char *to, const uint8_t *code, int count
     }
 }
 
+/* The same as of integer.c. */
+INLINE void place_bytes(const int bits, char *to, const uint8_t *code, int count, int64_t j) {
+    const int inputs = bits == 8 ? 4 : bits == 4 ? 8 : bits == 5 ? 32 : 16, number = inputs * bits / 32;
+    uint32_t *row = (uint32_t *)to + j;
+    for (int k = 0; k < count; k += inputs, row += number * PANEL) {
+        uint32_t made[5] = {0};
+        for (int i = 0; i < inputs; i++) {
+            const uint32_t one = code[k + i];
+            const int at = i % 4 * 8;
+            if (bits == 8) made[0] |= one << at;
+            else made[i / 8] |= (one & 15) << (at + i / 4 % 2 * 4);
+            if (bits == 5 || bits == 6) made[number - 1] |= one >> 4 << (at + i / 4 * (bits - 4));
+        }
+        for (int i = 0; i < number; i++) row[i * PANEL] = made[i];
+    }
+}
+
 /* Of output j of a panel, block b of `count`: the float16 number, and for CODED its integers. */
 INLINE void place_scales(const int groups, char *to, int64_t panel, int64_t b, int64_t count, int64_t j, uint16_t whole,
                          const int8_t *codes) {
@@ -101,8 +118,8 @@ INLINE void place_scales(const int groups, char *to, int64_t panel, int64_t b, i
     for (int g = 0; groups > 1 && g < groups; g++) at[(2 + g) * PANEL + j] = codes[g];
 }
 
-/* values, scales, offsets: as of panels.h, zeros. data: [rows, in / inputs, bytes]. */
-INLINE void lay_out(const Type type, char *values, char *scales, char *offsets, const char *data, int64_t rows, int64_t in) {
+/* values, scales, offsets: zeros. data: [rows, in / inputs, bytes]. */
+INLINE void lay_out(const Type type, int64_t form, char *values, char *scales, char *offsets, const char *data, int64_t rows, int64_t in) {
     const int64_t inputs = LAYOUT[type].inputs, size = LAYOUT[type].bytes, bits = LAYOUT[type].bits, count = in / inputs;
     const int groups = (int)(inputs / LAYOUT[type].group);
 #pragma omp for schedule(static)
@@ -111,15 +128,17 @@ INLINE void lay_out(const Type type, char *values, char *scales, char *offsets, 
             for (int64_t j = 0; j < least(PANEL, rows - panel * PANEL); j++) {
                 Block block;
                 read_block(type, (const uint8_t *)data + ((panel * PANEL + j) * count + b) * size, &block);
-                place_codes((int)bits, values + (panel * in + b * inputs) * bits / 8 * PANEL, block.code, (int)inputs, j);
+                char *const to = values + (panel * in + b * inputs) * bits / 8 * PANEL;
+                (form < INTEGERS ? place_codes : place_bytes)((int)bits, to, block.code, (int)inputs, j);
                 place_scales(groups, scales, panel, b, count, j, block.scale, block.scales);
                 if (offsets) place_scales(groups, offsets, panel, b, count, j, block.offset, block.offsets);
             }
 }
 
-void lay_out_blocks(int64_t type, char *values, char *scales, char *offsets, const char *data, int64_t rows, int64_t in) {
+/* form: of the products, as in a kind. */
+void lay_out_blocks(int64_t type, int64_t form, char *values, char *scales, char *offsets, const char *data, int64_t rows, int64_t in) {
 #define LAY_OUT(NAME) \
-    case NAME: lay_out(NAME, values, scales, offsets, data, rows, in); break;
+    case NAME: lay_out(NAME, form, values, scales, offsets, data, rows, in); break;
 #pragma omp parallel
     switch (type) { LAY_OUT(Q4_0) LAY_OUT(Q4_1) LAY_OUT(Q5_0) LAY_OUT(Q5_1) LAY_OUT(Q8_0) LAY_OUT(Q4_K) LAY_OUT(Q5_K) LAY_OUT(Q6_K) }
 }

@@ -1,21 +1,26 @@
-/* y = x W^T + bias by products of integers: W in 8 bits with a scale for each output, or in 4 bits with one for each
- * BLOCK inputs; x is rounded here to 8 bits with a scale for each row and BLOCK inputs.
+/* y = x W^T + bias by products of integers: x is rounded here to 8 bits with a scale for each row and SHARE inputs. W is
+ * in 8 bits with a scale for each output, in 4 bits with one for each SHARE inputs, or in the bits of one of GGUF's types
+ * with scales, and offsets, of groups.
  *
- * The sum of a block is an integer, exact and the same in every form below. Blocks are added in float32, in order of
- * their inputs, each by one fused multiply-add. So a row's bits depend neither on other rows nor on the form.
+ * The sum of a group is an integer, exact and the same in every form below. Groups are added in float32, in order of
+ * their inputs, each by one fused multiply-add, and one more for an offset. So a row's bits depend neither on other rows
+ * nor on the form.
  *
- * W [out, in] lies in panels of PANEL outputs, `in` padded with zeros to whole blocks. 8 bits: [panels, in / 4, PANEL,
- * 4], signed. 4 bits: [panels, in / 8, PANEL, 4] bytes, inputs 0 to 3 in the low halves, 4 to 7 in the high ones, as
- * value + 8. Some blocks are unpacked to what the form multiplies, then up to ROWS rows use them, so W is read once for
- * all of these. For at most FEW rows blocks are unpacked in registers.
+ * W [out, in] lies in panels of PANEL outputs, `in` padded with zeros to whole blocks. 8 bits: [panels, in / 4, PANEL]
+ * words of 4 inputs. 4 bits: [panels, in / 8, PANEL] words, inputs 0 to 3 in the low halves of the bytes, 4 to 7 in the
+ * high ones, as value + 8 where there are no offsets. 5 and 6 bits: for each 32 and 16 inputs words of their lower 4 bits,
+ * then one whose byte i has the upper bits of inputs i, i + 4, ..., the first in the lowest bits. Some blocks are unpacked
+ * to what the form multiplies, then up to ROWS rows use them, so W is read once for all of these. For at most FEW rows
+ * blocks are unpacked in registers.
  *
  * PAIRS: 16-bit integers, two products to a sum of 32 bits (pmaddwd).
- * BYTES: 4 bits only: unsigned times signed bytes, two products to a sum of 16 bits (pmaddubsw). It cannot saturate:
- *        a product is at most 15 * 127, and 16 of them are added in 16 bits before they are widened: 30,480.
+ * BYTES: at most 6 bits: unsigned times signed bytes, two products to a sum of 16 bits (pmaddubsw). It cannot saturate:
+ *        of 4 bits a product is at most 15 * 127, and 16 of them are added in 16 bits before they are widened: 30,480;
+ *        of 6 bits 4 of them, at most 63 * 127: 32,004.
  * DOTS:  four products of bytes to a sum of 32 bits (vpdpbusd, sdot), which never saturates.
  * Where a form takes weights as unsigned, they are value + zero; zero times the sum of the inputs is subtracted. */
 
-#include "team.h"
+#include "panels.h"
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -23,7 +28,7 @@
 #include <sys/auxv.h>
 #endif
 
-enum { VECTORS = 2, PANEL = LANES * VECTORS, BLOCK = 32, DEPTH = 8 /* blocks unpacked at a time */ };
+enum { SHARE = 32, DEPTH = 8 /* blocks of SHARE inputs unpacked at a time */ };
 #ifdef __AVX512F__
 enum { HEIGHT = 8, ROWS = 64 }; /* rows of a tile, whose sums are in registers; rows that use unpacked blocks */
 #else
@@ -32,7 +37,6 @@ enum { HEIGHT = 6, ROWS = 96 };
 enum { WORD = 4 * LANES, MOST_WORDS = 4, AHEAD = 4096 };
 enum { FEW = 4 }; /* rows, at most, for which blocks are unpacked in registers */
 
-typedef enum { EIGHT, FOUR } Bits;
 typedef enum { PAIRS, BYTES, DOTS } Form;
 
 #if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
@@ -66,14 +70,18 @@ typedef enum { PAIRS, BYTES, DOTS } Form;
 #endif
 
 INLINE int step_inputs(Form form) { return form == PAIRS ? 2 : 4; } /* in 32 bits of x */
-INLINE int steps_of(Form form) { return BLOCK / step_inputs(form); }
+INLINE int group_of(Kind kind) { return kind == INT6 ? 16 : SHARE; } /* inputs whose products are one integer */
+INLINE int has_offsets(Kind kind) { return kind == UINT4 || kind == UINT5; }
+INLINE int has_upper(Kind kind) { return is_five(kind) || kind == INT6; } /* bits, in a word of their own */
+INLINE int64_t group_bytes(Kind kind) { return (group_of(kind) / (kind == INT8 ? 4 : 8) + has_upper(kind)) * 4 * PANEL; }
 
-INLINE int zero_of(Bits bits, Form form) {
+INLINE int zero_of(Kind kind, Form form) {
 #if defined(__aarch64__) && !defined(EMULATED)
-    return bits == FOUR ? 8 : 0;
+    const int eight = 0;
 #else
-    return bits == FOUR ? 8 : form == DOTS ? 128 : 0;
+    const int eight = form == DOTS ? 128 : 0;
 #endif
+    return kind == INT8 ? eight : kind == INT4 ? 8 : kind == INT5 ? 16 : kind == INT6 ? 32 : 0;
 }
 
 /* sum + a[0] b[0] + a[1] b[1], of 16-bit integers. */
@@ -154,108 +162,120 @@ INLINE void to_pairs(integers word, int is_signed, integers *even, integers *odd
     *odd = is_signed ? (integers)((shorts)word >> 8) : (integers)((words)word >> 8) & 0x00ff00ff;
 }
 
-INLINE int words_of(Bits bits, Form form) { return (bits == FOUR ? 2 : 1) * (form == PAIRS ? 2 : 1); }
+/* Words of a form in a word of W. */
+INLINE int wide_of(Kind kind, Form form) { return (kind == INT8 ? 1 : 2) * (form == PAIRS ? 2 : 1); }
 
-/* Unpacks a word of W to the words_of(bits, form) words that a form multiplies, in order of their inputs. */
-INLINE void expand(const Bits bits, const Form form, integers word, integers *to) {
-    if (bits == FOUR) {
-        const integers low = word & 0x0f0f0f0f, high = (integers)((words)word >> 4) & 0x0f0f0f0f;
+/* Unpacks a word of W to the words that a form multiplies, in order of their inputs. upper: of the inputs from here on. */
+INLINE void expand(const Kind kind, const Form form, integers word, words *upper, integers *to) {
+    if (kind != INT8) {
+        integers low = word & 0x0f0f0f0f, high = (integers)((words)word >> 4) & 0x0f0f0f0f;
+        if (has_upper(kind)) {
+            const int bits = kind == INT6 ? 2 : 1, mask = kind == INT6 ? 0x30303030 : 0x10101010;
+            low |= (integers)(*upper << 4) & mask, high |= (integers)(*upper << (4 - bits)) & mask;
+            *upper >>= 2 * bits;
+        }
         if (form == PAIRS) {
             to_pairs(low, 0, to, to + 1);
             to_pairs(high, 0, to + 2, to + 3);
         } else to[0] = low, to[1] = high;
     } else if (form == PAIRS) to_pairs(word, 1, to, to + 1);
-    else to[0] = zero_of(bits, form) ? word ^ (int32_t)0x80808080 : word;
+    else to[0] = zero_of(kind, form) ? word ^ (int32_t)0x80808080 : word;
 }
 
-/* Unpacks `count` blocks of a panel to the words that a form multiplies: [steps, VECTORS] of WORD bytes. ahead: bytes
+/* Unpacks `count` groups of a panel to the words that a form multiplies: [steps, VECTORS] of WORD bytes. ahead: bytes
  * from what is read to what is prefetched. */
-INLINE void unpack(const Bits bits, const Form form, char *to, const char *w, int64_t count, int64_t ahead) {
-    const int64_t lines = count * BLOCK / (bits == FOUR ? 8 : 4), step = VECTORS * WORD;
-    const int wide = words_of(bits, form);
-    for (int64_t i = 0; i < lines; i++, w += step, to += wide * step) {
-        fetch(w + ahead, step);
-        UNROLL for (int v = 0; v < VECTORS; v++) {
-            integers made[MOST_WORDS];
-            expand(bits, form, load_word(w + v * WORD), made);
-            UNROLL for (int j = 0; j < wide; j++) store_word(to + j * step + v * WORD, made[j]);
+INLINE void unpack(const Kind kind, const Form form, char *to, const char *w, int64_t count, int64_t ahead) {
+    const int step = VECTORS * WORD, wide = wide_of(kind, form), lines = group_of(kind) / (kind == INT8 ? 4 : 8);
+    for (int64_t g = 0; g < count; g++, w += has_upper(kind) * step) {
+        words upper[VECTORS];
+        if (has_upper(kind)) UNROLL for (int v = 0; v < VECTORS; v++) upper[v] = (words)load_word(w + lines * step + v * WORD);
+        for (int i = 0; i < lines; i++, w += step, to += wide * step) {
+            fetch(w + ahead, step);
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                integers made[MOST_WORDS];
+                expand(kind, form, load_word(w + v * WORD), upper + v, made);
+                UNROLL for (int j = 0; j < wide; j++) store_word(to + j * step + v * WORD, made[j]);
+            }
         }
     }
 }
 
 typedef struct {
-    float *y;
-    const float *x;
-    int64_t y_stride, x_stride, rows;
-    const char *w;
-    int64_t in, out;
-    const char *scale; /* EIGHT: float [panels, PANEL]; FOUR: bfloat16 [panels, blocks, PANEL] */
-    const float *bias;
-    char *rounded;  /* [rows, blocks, BLOCK] of 1 or, in PAIRS, 2 bytes */
-    float *steps;   /* [rows, blocks]: the scales of x */
-    int32_t *moves; /* [rows, blocks]: -zero times the sum of the inputs */
-    int64_t blocks;
+    const Linear *l; /* scales: INT8 float [panels, PANEL]; INT4 bfloat16 [panels, groups, PANEL]; or of a GGUF type */
+    int is_file;     /* whether they are of a GGUF type */
+    char *rounded;   /* [rows, blocks, SHARE] of 1 or, in PAIRS, 2 bytes */
+    float *steps;    /* [rows, blocks]: the scales of x */
+    int32_t *moves;  /* [rows, groups]: the sum of the inputs, with offsets, else -zero times it */
+    int64_t blocks, groups;
 } Call;
 
 /* A block of x to 8 bits. A value that is not finite makes the scale, and so the row of y, not finite either. */
-INLINE void round_block(const Form form, const int zero, const float *x, char *to, float *step, int32_t *move) {
-    int32_t n[BLOCK], most = 0, sum = 0;
+INLINE void round_block(const Kind kind, const Form form, const float *x, char *to, float *step, int32_t *moves) {
+    int32_t n[SHARE], most = 0;
     memcpy(n, x, sizeof n);
-    for (int i = 0; i < BLOCK; i++) most = most > (n[i] & 0x7fffffff) ? most : n[i] & 0x7fffffff;
+    for (int i = 0; i < SHARE; i++) most = most > (n[i] & 0x7fffffff) ? most : n[i] & 0x7fffffff;
     float largest;
     memcpy(&largest, &most, sizeof largest);
     const int none = most < 0x0da24260; /* below 1e-30, where 127 / largest might not be finite */
     const float by = none ? 0 : (float)(127.0 / (double)largest);
-    UNROLL for (int i = 0; i < BLOCK; i += LANES) { /* to nearest even: 1.5 * 2^23 + n has n in its lowest bits */
+    UNROLL for (int i = 0; i < SHARE; i += LANES) { /* to nearest even: 1.5 * 2^23 + n has n in its lowest bits */
         const integers whole = (integers)(load(x + i) * by + 12582912.0f) - 0x4b400000;
         memcpy(n + i, &whole, sizeof whole);
     }
-    for (int i = 0; i < BLOCK; i++) sum += (int8_t)n[i]; /* of NaN and infinity n is too large to be summed */
+    for (int g = 0; g < SHARE; g += group_of(kind)) {
+        int32_t sum = 0; /* of NaN and infinity n is too large to be summed */
+        for (int i = 0; i < group_of(kind); i++) sum += (int8_t)n[g + i];
+        moves[g / group_of(kind)] = has_offsets(kind) ? sum : -zero_of(kind, form) * sum;
+    }
     if (form == PAIRS) {
         int16_t *q = (int16_t *)to;
-        for (int i = 0; i < BLOCK; i += 4) { /* as the weights of four inputs are unpacked: even, odd */
+        for (int i = 0; i < SHARE; i += 4) { /* as the weights of four inputs are unpacked: even, odd */
             q[i] = (int16_t)n[i], q[i + 1] = (int16_t)n[i + 2];
             q[i + 2] = (int16_t)n[i + 1], q[i + 3] = (int16_t)n[i + 3];
         }
     } else {
         int8_t *q = (int8_t *)to;
-        for (int i = 0; i < BLOCK; i++) q[i] = (int8_t)n[i];
+        for (int i = 0; i < SHARE; i++) q[i] = (int8_t)n[i];
     }
     *step = none ? 0 : largest * (1 / 127.0f);
-    *move = -zero * sum;
 }
 
-INLINE void round_row(const Bits bits, const Form form, const Call *c, int64_t row) {
-    const float *x = c->x + row * c->x_stride;
-    char *to = c->rounded + row * c->blocks * BLOCK * (form == PAIRS ? 2 : 1);
+INLINE void round_row(const Kind kind, const Form form, const Call *c, int64_t row) {
+    const float *x = c->l->x + row * c->l->x_stride;
+    const int64_t size = SHARE * (form == PAIRS ? 2 : 1);
     for (int64_t b = 0; b < c->blocks; b++) {
-        const int64_t left = c->in - b * BLOCK, at = row * c->blocks + b;
-        float some[BLOCK] = {0};
-        if (left < BLOCK) memcpy(some, x + b * BLOCK, left * sizeof *x);
-        round_block(form, zero_of(bits, form), left < BLOCK ? some : x + b * BLOCK,
-                    to + b * BLOCK * (form == PAIRS ? 2 : 1), c->steps + at, c->moves + at);
+        const int64_t left = c->l->in - b * SHARE, at = row * c->blocks + b;
+        float some[SHARE] = {0};
+        if (left < SHARE) memcpy(some, x + b * SHARE, left * sizeof *x);
+        round_block(kind, form, left < SHARE ? some : x + b * SHARE, c->rounded + at * size, c->steps + at,
+                    c->moves + at * (SHARE / group_of(kind)));
     }
 }
 
-/* Adds the products of some rows, from `row` on, with `count` blocks, from `block` on. packed: w is W itself, not
- * unpacked blocks. */
-INLINE void tile(const int rows, const int packed, const Bits bits, const Form form, const Call *c, int64_t row,
-                 int64_t block, int64_t count, const char *w, const char *scale, float *sums) {
-    const int steps = steps_of(form), wide = packed ? words_of(bits, form) : 1;
-    const int64_t stride = c->blocks * steps * 4;
-    const char *x = c->rounded + row * stride + block * steps * 4;
-    for (int64_t b = 0; b < count; b++) {
-        const int64_t at = row * c->blocks + block + b;
-        integers sum[HEIGHT][VECTORS];
+/* Adds the products of some rows, from `row` on, with `count` groups, from `group` on. packed: w is W itself, not
+ * unpacked groups. scale, offset: of these groups, [count, PANEL], float32 of a file's and else bfloat16. */
+INLINE void tile(const int rows, const int packed, const Kind kind, const int is_file, const Form form, const Call *c,
+                 int64_t row, int64_t group, int64_t count, const char *w, const char *scale, const float *offset,
+                 float *sums) {
+    const int steps = group_of(kind) / step_inputs(form), wide = packed ? wide_of(kind, form) : 1;
+    const int widens = form == BYTES && kind != INT4 && kind != UINT4; /* after each two steps */
+    const int64_t stride = c->groups * steps * 4;
+    const char *x = c->rounded + row * stride + group * steps * 4;
+    for (int64_t g = 0; g < count; g++) {
+        const int64_t at = row * c->groups + group + g, block = (group + g) / (SHARE / group_of(kind)) + row * c->blocks;
+        integers sum[HEIGHT][VECTORS], part[HEIGHT][VECTORS];
+        words upper[VECTORS];
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < VECTORS; v++)
-                sum[r][v] = (integers){0} + (form == DOTS ? c->moves[at + r * c->blocks] : 0);
+                sum[r][v] = part[r][v] = (integers){0} + (has_offsets(kind) || form == BYTES ? 0 : c->moves[at + r * c->groups]);
+        if (packed && has_upper(kind))
+            UNROLL for (int v = 0; v < VECTORS; v++) upper[v] = (words)load_word(w + group_bytes(kind) - VECTORS * WORD + v * WORD);
         NOT_UNROLLED for (int s = 0; s < steps; s += wide, w += VECTORS * WORD) {
             integers in[VECTORS][MOST_WORDS];
             if (packed) fetch(w + AHEAD, VECTORS * WORD);
             UNROLL for (int v = 0; v < VECTORS; v++) {
                 const integers word = load_word(w + v * WORD);
-                if (packed) expand(bits, form, word, in[v]);
+                if (packed) expand(kind, form, word, upper + v, in[v]);
                 else in[v][0] = word;
             }
             UNROLL for (int j = 0; j < wide; j++, x += 4)
@@ -264,105 +284,168 @@ INLINE void tile(const int rows, const int packed, const Bits bits, const Form f
                     memcpy(&some, x + r * stride, sizeof some);
                     const integers one = (integers){0} + some;
                     UNROLL for (int v = 0; v < VECTORS; v++)
-                        sum[r][v] = form == PAIRS   ? add_pairs(sum[r][v], in[v][j], one)
-                                    : form == BYTES ? add_bytes(sum[r][v], in[v][j], one)
-                                                    : add_dots(sum[r][v], in[v][j], one);
-                    UNROLL for (int v = 0; v < VECTORS; v++) SETTLE(sum[r][v]);
+                        part[r][v] = form == PAIRS   ? add_pairs(part[r][v], in[v][j], one)
+                                     : form == BYTES ? add_bytes(part[r][v], in[v][j], one)
+                                                     : add_dots(part[r][v], in[v][j], one);
+                    UNROLL for (int v = 0; v < VECTORS; v++) SETTLE(part[r][v]);
                 }
+            if (widens && (s + wide) % 2 == 0)
+                UNROLL for (int r = 0; r < rows; r++)
+                    UNROLL for (int v = 0; v < VECTORS; v++) {
+                        sum[r][v] = add_pairs(sum[r][v], part[r][v], (integers){0} + 0x00010001);
+                        part[r][v] = (integers){0};
+                    }
         }
+        if (packed && has_upper(kind)) w += VECTORS * WORD;
         UNROLL for (int r = 0; r < rows; r++) {
-            const vector step = all(c->steps[at + r * c->blocks]);
+            const vector step = all(c->steps[block + r * c->blocks]);
+            const int32_t move = c->moves[at + r * c->groups];
             UNROLL for (int v = 0; v < VECTORS; v++) {
                 float *to = sums + r * PANEL + v * LANES;
-                const char *of = scale + (b * PANEL + v * LANES) * 2;
-                integers whole = sum[r][v];
-                if (form == BYTES) whole = add_pairs((integers){0}, whole, (integers){0} + 0x00010001);
-                if (bits == FOUR && form != DOTS) whole += c->moves[at + r * c->blocks];
-                const vector by = bits == FOUR ? step * widen(BFLOAT16, of) : step;
-                store(to, multiply_add(__builtin_convertvector(whole, vector), by, load(to)));
+                const int64_t place = g * PANEL + v * LANES;
+                integers whole = widens ? sum[r][v] : part[r][v];
+                if (form == BYTES && !widens) whole = add_pairs((integers){0}, whole, (integers){0} + 0x00010001);
+                if (form == BYTES && !has_offsets(kind)) whole += move;
+                vector by = step, made = load(to);
+                if (is_file) by *= load((const float *)scale + place);
+                else if (kind != INT8) by *= widen(BFLOAT16, scale + place * 2);
+                made = multiply_add(__builtin_convertvector(whole, vector), by, made);
+                if (has_offsets(kind)) made = multiply_add(load(offset + place), step * all((float)move), made);
+                store(to, made);
             }
         }
     }
 }
 
-#define CASE(n) \
-    case n: tile(n, 0, bits, form, c, row, block, count, wide, scale, sums); break;
-#define FEW_CASE(n) \
-    case n: tile(n, 1, bits, form, c, 0, 0, c->blocks, w, scale, sums); break;
+typedef struct {
+    int64_t row, rows, group, count;
+    const char *w, *scale;
+    const float *offset;
+    float *sums;
+} Part;
 
-INLINE void one_tile(const Bits bits, const Form form, const Call *c, int64_t rows, int64_t row, int64_t block,
-                     int64_t count, const char *wide, const char *scale, float *sums) {
-    switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#define CASE(n) \
+    case n: tile(n, packed, kind, is_file, form, c, p.row, p.group, p.count, p.w, p.scale, p.offset, p.sums); break;
+
+/* packed: for at most `few` rows. */
+INLINE void one_tile(const int packed, const int few, const Kind kind, const int is_file, const Form form, const Call *c, const Part p) {
+    switch (p.rows) { CASE(1) }
+    if (!packed || few > 1) switch (p.rows) { CASE(2) CASE(3) CASE(4) }
+    if (!packed) switch (p.rows) {
+        CASE(5) CASE(6)
 #ifdef __AVX512F__
         CASE(7) CASE(8)
 #endif
     }
 }
 
-INLINE void few_rows(const Bits bits, const Form form, const Call *c, const char *w, const char *scale, float *sums) {
-    switch (c->rows) { FEW_CASE(1) FEW_CASE(2) FEW_CASE(3) FEW_CASE(4) }
-}
+/* Tiles of unpacked groups, in functions that several kinds share: the less code, the sooner it is compiled. */
+#if HAS_BYTES
+#define SHORT_FORM BYTES
+#else
+#define SHORT_FORM PAIRS
+#endif
+typedef void Tiles(const Call *c, const Part p);
+#define TILES_OF(kind, is_file, form, name) \
+    static void ONCE name(const Call *c, const Part p) { one_tile(0, 0, kind, is_file, form, c, p); }
+#define BOTH(kind, is_file, form, name) TILES_OF(kind, is_file, form, name##_short) TILES_OF(kind, is_file, DOTS, name##_dots)
+BOTH(INT8, 0, PAIRS, eight)
+BOTH(INT4, 0, SHORT_FORM, four)
+BOTH(INT4, 1, SHORT_FORM, file)
+BOTH(UINT4, 1, SHORT_FORM, file_offsets)
+BOTH(INT6, 1, SHORT_FORM, file_six)
+#if HAS_BYTES
+TILES_OF(INT8, 1, PAIRS, file_eight_short)
+TILES_OF(INT5, 1, BYTES, file_five_short)
+TILES_OF(UINT5, 1, BYTES, file_five_offsets_short)
+#else
+#define file_eight_short file_short
+#define file_five_short file_short
+#define file_five_offsets_short file_offsets_short
+#endif
+#define file_eight_dots file_dots
+#define file_five_dots file_dots
+#define file_five_offsets_dots file_offsets_dots
 
 /* Writes the sums of some rows, from `row` on, to y. scale: of each output, or NULL. */
-static void ONCE finish(const Call *c, int64_t row, int64_t rows, int64_t column, const float *scale,
-                        const float *sums) {
-    const int64_t columns = least(c->out - column, PANEL);
+static void ONCE finish(const Linear *l, int64_t row, int64_t rows, int64_t column, const float *scale, const float *sums) {
+    const int64_t columns = least(l->out - column, PANEL);
     float bias[PANEL] = {0};
-    if (c->bias) memcpy(bias, c->bias + column, columns * sizeof *bias);
+    if (l->bias) memcpy(bias, l->bias + column, columns * sizeof *bias);
     for (int64_t r = 0; r < rows; r++) {
-        float *y = c->y + (row + r) * c->y_stride + column, some[PANEL], *to = columns < PANEL ? some : y;
+        float *y = l->y + (row + r) * l->y_stride + column, some[PANEL], *to = columns < PANEL ? some : y;
         for (int64_t i = 0; i < PANEL; i += LANES)
             store(to + i, multiply_add(load(sums + r * PANEL + i), scale ? load(scale + i) : all(1), load(bias + i)));
         if (columns < PANEL) memcpy(y, some, columns * sizeof *y);
     }
 }
 
-INLINE void one_panel(const Bits bits, const Form form, const Call *c, int64_t p) {
-    char wide[DEPTH * BLOCK * PANEL * (form == PAIRS ? 2 : 1)];
-    const int64_t bytes = BLOCK * PANEL / (bits == FOUR ? 2 : 1), panel = c->blocks * bytes;
-    const char *scale = (const char *)c->scale + (bits == FOUR ? p * c->blocks * PANEL * 2 : 0);
-    for (int64_t row = 0; row < c->rows; row += ROWS) {
-        float sums[ROWS * PANEL] = {0};
-        const int64_t rows = least(c->rows - row, ROWS), tiles = (rows + HEIGHT - 1) / HEIGHT;
-        const int64_t depth = tiles == 1 ? 1 : DEPTH;
-        if (c->rows <= FEW) few_rows(bits, form, c, c->w + p * panel, scale, sums);
-        else for (int64_t b = 0; b < c->blocks; b += depth) {
-            const int64_t count = least(c->blocks - b, depth);
-            unpack(bits, form, wide, c->w + p * panel + b * bytes, count, tiles == 1 ? AHEAD : count * bytes);
+/* tiles_of: those of unpacked groups. */
+INLINE void one_panel(const Kind kind, const int is_file, const Form form, Tiles *tiles_of, const Call *c, int64_t p) {
+    const int few = is_file && form != DOTS ? 1 : FEW;
+    char wide[DEPTH * SHARE * PANEL * (form == PAIRS ? 2 : 1)];
+    float room[2][MOST_GROUPS * PANEL];
+    const Linear *const l = c->l;
+    const int64_t bytes = group_bytes(kind), depth = DEPTH * (SHARE / group_of(kind));
+    for (int64_t row = 0; row < l->rows; row += ROWS) {
+        float sums[ROWS * PANEL];
+        const int64_t rows = least(l->rows - row, ROWS), tiles = (rows + HEIGHT - 1) / HEIGHT;
+        memset(sums, 0, rows * PANEL * sizeof *sums);
+        for (int64_t g = 0, count; g < c->groups; g += count) {
+            count = least(c->groups - g, depth);
+            const char *const w = l->w + (p * c->groups + g) * bytes;
+            const char *scale = l->scale + (p * c->groups + g) * PANEL * 2;
+            const float *offset = NULL;
+            if (is_file) scale = (const char *)widen_scales(l, l->scale, p, g, count, room[0]);
+            if (is_file && has_offsets(kind)) offset = widen_scales(l, l->offset, p, g, count, room[1]);
+            if (l->rows <= few) {
+                one_tile(1, few, kind, is_file, form, c, (Part){0, rows, g, count, w, scale, offset, sums});
+                continue;
+            }
+            unpack(kind, form, wide, w, count, tiles == 1 ? AHEAD : count * bytes);
             for (int64_t i = 0; i < tiles; i++) { /* of nearly equal height: 7 rows are 3 and 4 */
                 const int64_t start = rows * i / tiles, height = rows * (i + 1) / tiles - start;
-                one_tile(bits, form, c, height, row + start, b, count, wide,
-                         bits == FOUR ? scale + b * PANEL * 2 : NULL, sums + start * PANEL);
+                tiles_of(c, (Part){row + start, height, g, count, wide, scale, offset, sums + start * PANEL});
             }
         }
-        finish(c, row, rows, p * PANEL, bits == FOUR ? NULL : (const float *)scale + p * PANEL, sums);
+        finish(l, row, rows, p * PANEL, kind == INT8 && !is_file ? (const float *)l->scale + p * PANEL : NULL, sums);
     }
 }
 
 /* By all threads of a team. */
-INLINE void linear(const Bits bits, const Form form, const Linear *l) {
-    const int64_t blocks = (l->in + BLOCK - 1) / BLOCK, all = l->rows * blocks, panels = (l->out + PANEL - 1) / PANEL;
-    const int64_t run = panels < 16 ? 1 : 4; /* panels in a row for a thread, which prefetches the next one itself */
+INLINE void linear(const Kind kind, const int is_file, const Form form, Tiles *tiles_of, const Linear *l) {
+    const int64_t blocks = (l->in + SHARE - 1) / SHARE, all = l->rows * blocks, panels = (l->out + PANEL - 1) / PANEL;
+    /* Panels in a row for a thread, which prefetches the next one itself; the last ones are taken one by one, so that
+     * all threads end together. */
+    const int64_t run = panels < 16 ? 1 : 4, runs = panels * 3 / 4 / run;
+    const int64_t parts = SHARE / group_of(kind);
     float *const steps = l->room;
-    const Call c = {l->y, l->x, l->y_stride, l->x_stride, l->rows, l->w, l->in, l->out, l->scale, l->bias,
-                    (char *)(steps + 2 * all), steps, (int32_t *)(steps + all), blocks};
+    const Call c = {l, is_file, (char *)(steps + (1 + parts) * all), steps, (int32_t *)(steps + all), blocks, blocks * parts};
 #pragma omp for schedule(static)
-    for (int64_t r = 0; r < c.rows; r++) round_row(bits, form, &c, r);
+    for (int64_t r = 0; r < l->rows; r++) round_row(kind, form, &c, r);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t first = 0; first < panels; first += run)
-        for (int64_t p = first; p < least(panels, first + run); p++) one_panel(bits, form, &c, p);
-}
-
-/* By all threads of a team. kind: of W, + FORMS * (INTEGERS or, where integer_dots() says so, INTEGER_DOTS). c->room
- * has 18 floats for each row and BLOCK inputs. */
-void integer_team(int64_t kind, const Linear *c) {
-    switch (kind) { /* known to the compiler in each case */
-        case INT8 + FORMS * INTEGERS: linear(EIGHT, PAIRS, c); break;
-        case INT4 + FORMS * INTEGERS: linear(FOUR, HAS_BYTES ? BYTES : PAIRS, c); break;
-        case INT8 + FORMS * INTEGER_DOTS: linear(EIGHT, DOTS, c); break;
-        case INT4 + FORMS * INTEGER_DOTS: linear(FOUR, DOTS, c); break;
+    for (int64_t task = 0; task < runs + panels - runs * run; task++) {
+        const int64_t first = task < runs ? task * run : runs * run + task - runs;
+        for (int64_t p = first; p < first + (task < runs ? run : 1); p++) one_panel(kind, is_file, form, tiles_of, &c, p);
     }
 }
 
-int64_t integer_width(void) { return PANEL; }
+#define FORMS_OF(kind, is_file, form, tiles_of) \
+    case kind + FORMS * INTEGERS: linear(kind, is_file, form, tiles_of##_short, c); break; \
+    case kind + FORMS * INTEGER_DOTS: linear(kind, is_file, DOTS, tiles_of##_dots, c); break;
+
+/* By all threads of a team. kind: of W, + FORMS * (INTEGERS or, where integer_dots() says so, INTEGER_DOTS). c->room
+ * has 19 floats for each row and SHARE inputs. */
+void integer_team(int64_t kind, const Linear *c) {
+    if (c->scales == WHOLE) switch (kind) { /* known to the compiler in each case */
+        FORMS_OF(INT8, 0, PAIRS, eight) FORMS_OF(INT4, 0, SHORT_FORM, four)
+    }
+    else switch (kind) {
+        FORMS_OF(INT8, 1, PAIRS, file_eight)
+        FORMS_OF(INT4, 1, SHORT_FORM, file)
+        FORMS_OF(UINT4, 1, SHORT_FORM, file_offsets)
+        FORMS_OF(INT5, 1, SHORT_FORM, file_five)
+        FORMS_OF(UINT5, 1, SHORT_FORM, file_five_offsets)
+        FORMS_OF(INT6, 1, SHORT_FORM, file_six)
+    }
+}

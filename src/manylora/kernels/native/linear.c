@@ -317,7 +317,7 @@ INLINE void few_rows(const Kind kind, const Linear *c, int64_t first, int64_t la
             const char *const w = c->w + p * panel_bytes + k / inputs * row_bytes;
             Tile t = {sums, c->x + k, c->x_stride, w, apart * panel_bytes, least(c->in - k, block), w, 0, 0};
             if (small) t = with_scales(t, c, p, count, apart, k, scales);
-            if (!small || !k) memset(sums, 0, sizeof sums);
+            if (!small || !k) memset(sums, 0, count * c->rows * PANEL * sizeof *sums);
             float some[BLOCK * FEW]; /* for one panel rows are packed */
             if (count == 1) {
                 for (int64_t i = 0; i < t.depth; i++)

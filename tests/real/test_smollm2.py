@@ -24,7 +24,7 @@ from commands import MANYLORA, get, post, served
 from source_standins import serve_standin
 from test_adapter_formats import llama_cpp
 
-from manylora import LLM, LoRARequest, SamplingParams
+from manylora import LLM, LoRARequest, QuantConfig, SamplingParams
 from manylora.cli import main
 from manylora.doors.triton.launcher.processes import free_port
 from manylora.kernels import native
@@ -111,6 +111,21 @@ def test_each_adapter_is_that_of_peft(llm: LLM, reference: Any, adapters: Path) 
         found = said(llm, QUESTIONS[:2], LoRARequest(name, number, str(adapters / name)))
         assert found == wanted, name
         assert found != said(llm, QUESTIONS[:2]), f"{name} changes nothing"
+
+
+def test_activations_in_8_bits(llm: LLM, smollm2: Path, adapters: Path) -> None:
+    """The file's own weights, so that an answer begins nearly as the exact one does, with an adapter too."""
+    first = SamplingParams(max_tokens=1, temperature=0, logprobs=1)
+    asked = [turns(one) for one in QUESTIONS]
+    with LLM(smollm2, enable_lora=True, quant_config=QuantConfig("W4A8")) as rounded:
+        for adapter in (None, LoRARequest("json", 1, str(adapters / "json"))):
+            pairs = [one.chat(asked, first, lora_request=adapter) for one in (llm, rounded)]
+            exact, found = (
+                [next(iter(one.outputs[0].logprobs[0].items())) for one in some] for some in pairs
+            )
+            assert sum(a[0] == b[0] for a, b in zip(exact, found, strict=True)) >= 8
+            off = [abs(a[1].logprob - b[1].logprob) for a, b in zip(exact, found, strict=True)]
+            assert 0 < sum(off) / len(off) < 0.2
 
 
 def test_chat_and_inspect(

@@ -16,91 +16,75 @@ from manylora.kernels.row_format import RowFormat
 
 
 class LoraModuleId(IntEnum):
-    """TensorRT-LLM's numbers; from 26 on our own. A module's name is its member's in lower case."""
+    """TensorRT-LLM's numbers; from 26 on our own. A module's name is its member's in lower case.
 
-    ATTN_QKV = 0
-    ATTN_Q = 1
-    ATTN_K = 2
-    ATTN_V = 3
-    ATTN_DENSE = 4
-    MLP_H_TO_4H = 5
-    MLP_4H_TO_H = 6
-    MLP_GATE = 7
-    CROSS_ATTN_QKV = 8
-    CROSS_ATTN_Q = 9
-    CROSS_ATTN_K = 10
-    CROSS_ATTN_V = 11
-    CROSS_ATTN_DENSE = 12
-    MOE_H_TO_4H = 13
-    MOE_4H_TO_H = 14
-    MOE_GATE = 15
-    MOE_ROUTER = 16
-    MLP_ROUTER = 17
-    MLP_GATE_UP = 18
-    SHARED_EXPERT_H_TO_4H = 19
-    SHARED_EXPERT_4H_TO_H = 20
-    SHARED_EXPERT_GATE = 21
-    MAMBA_IN_PROJ = 22
-    MAMBA_OUT_PROJ = 23
-    MOE_LATENT_FC1 = 24
-    MOE_LATENT_FC2 = 25
-    ATTN_Q_A = 26
-    ATTN_Q_B = 27
-    ATTN_KV_A = 28
-    ATTN_KV_B = 29
+    meaning: its matrix's name in Hugging Face models. TensorRT-LLM's converters use 5 for the gate and 7 for
+    the other one.
+    """
+
+    meaning: str
+
+    def __new__(cls, number: int, meaning: str) -> LoraModuleId:
+        made = int.__new__(cls, number)
+        made._value_, made.meaning = number, meaning
+        return made
+
+    ATTN_QKV = 0, "q_proj, k_proj and v_proj: B is [q; k; v]"
+    ATTN_Q = 1, "q_proj"
+    ATTN_K = 2, "k_proj"
+    ATTN_V = 3, "v_proj"
+    ATTN_DENSE = 4, "o_proj"
+    MLP_H_TO_4H = 5, "gate_proj, the one behind the activation"
+    MLP_4H_TO_H = 6, "down_proj"
+    MLP_GATE = 7, "up_proj, the one the activation is multiplied with"
+    CROSS_ATTN_QKV = 8, "cross attention: B is [q; k; v]"
+    CROSS_ATTN_Q = 9, "cross attention: q_proj"
+    CROSS_ATTN_K = 10, "cross attention: k_proj"
+    CROSS_ATTN_V = 11, "cross attention: v_proj"
+    CROSS_ATTN_DENSE = 12, "cross attention: o_proj"
+    MOE_H_TO_4H = 13, "experts: gate_proj (w1)"
+    MOE_4H_TO_H = 14, "experts: down_proj (w2)"
+    MOE_GATE = 15, "experts: up_proj (w3)"
+    MOE_ROUTER = 16, "experts: the router"
+    MLP_ROUTER = 17, "shared expert: what it is weighed by"
+    MLP_GATE_UP = 18, "up_proj and gate_proj: B is [up; gate]"
+    SHARED_EXPERT_H_TO_4H = 19, "shared expert: gate_proj"
+    SHARED_EXPERT_4H_TO_H = 20, "shared expert: down_proj"
+    SHARED_EXPERT_GATE = 21, "shared expert: up_proj"
+    MAMBA_IN_PROJ = 22, "in_proj of Mamba: B is [z; x; B; C; dt], of a convolution layer: [b; c; h]"
+    MAMBA_OUT_PROJ = 23, "out_proj of Mamba or a convolution layer"
+    MOE_LATENT_FC1 = 24, "fc1_latent_proj, before the routed experts"
+    MOE_LATENT_FC2 = 25, "fc2_latent_proj, behind them"
+    ATTN_Q_A = 26, "q_a_proj"
+    ATTN_Q_B = 27, "q_b_proj"
+    ATTN_KV_A = 28, "kv_a_proj_with_mqa"
+    ATTN_KV_B = 29, "kv_b_proj"
     # Modules of recurrent layers, which TensorRT-LLM does not have.
-    LINEAR_ATTN_QKVZ = 30
-    LINEAR_ATTN_BA = 31
-    LINEAR_ATTN_QKV = 32
-    LINEAR_ATTN_Z = 33
-    LINEAR_ATTN_B = 34
-    LINEAR_ATTN_A = 35
-    LINEAR_ATTN_OUT = 36
+    LINEAR_ATTN_QKVZ = 30, "in_proj_qkvz: B is [q; k; v; z]"
+    LINEAR_ATTN_BA = 31, "in_proj_ba: B is [b; a]"
+    LINEAR_ATTN_QKV = 32, "in_proj_qkv"
+    LINEAR_ATTN_Z = 33, "in_proj_z"
+    LINEAR_ATTN_B = 34, "in_proj_b"
+    LINEAR_ATTN_A = 35, "in_proj_a"
+    LINEAR_ATTN_OUT = 36, "out_proj of linear attention"
     # Modules of per-layer embeddings. The first is outside the layers; its rows are stored as layer 0.
-    PER_LAYER_MODEL_PROJECTION = 37
-    PER_LAYER_INPUT_GATE = 38
-    PER_LAYER_PROJECTION = 39
+    PER_LAYER_MODEL_PROJECTION = 37, "per_layer_model_projection, which is outside layers: as of layer 0"
+    PER_LAYER_INPUT_GATE = 38, "per_layer_input_gate"
+    PER_LAYER_PROJECTION = 39, "per_layer_projection"
     # Modules of Laurel and AltUp. The last two are outside the layers: projection N is stored as layer N.
-    LAUREL_LEFT = 40
-    LAUREL_RIGHT = 41
-    ALTUP_MODALITY_ROUTER = 42
-    ALTUP_PREDICTION_COEFS = 43
-    ALTUP_CORRECTION_COEFS = 44
-    ALTUP_PROJECTIONS = 45
-    ALTUP_UNEMBED_PROJECTIONS = 46
-    SHARED_EXPERT_GATE_UP = 47
+    LAUREL_LEFT = 40, "laurel.linear_left"
+    LAUREL_RIGHT = 41, "laurel.linear_right"
+    ALTUP_MODALITY_ROUTER = 42, "altup.modality_router"
+    ALTUP_PREDICTION_COEFS = 43, "altup.prediction_coefs"
+    ALTUP_CORRECTION_COEFS = 44, "altup.correction_coefs"
+    ALTUP_PROJECTIONS = 45, "altup_projections.N, which are outside layers: N as of layer N"
+    ALTUP_UNEMBED_PROJECTIONS = 46, "altup_unembed_projections.N, which are outside layers: N as of layer N"
+    SHARED_EXPERT_GATE_UP = 47, "shared expert: up_proj and gate_proj: B is [up; gate]"
     # Modules around all layers, stored as layer 0.
-    PROJECT_IN = 48
-    PROJECT_OUT = 49
+    PROJECT_IN = 48, "project_in, between the embedding and layer 0"
+    PROJECT_OUT = 49, "project_out, before the head"
 
 
-MEANINGS = (
-    "q_proj, k_proj and v_proj: B is [q; k; v]", "q_proj", "k_proj", "v_proj", "o_proj",
-    "gate_proj, the one behind the activation", "down_proj",
-    "up_proj, the one the activation is multiplied with",
-    "cross attention: B is [q; k; v]", "cross attention: q_proj", "cross attention: k_proj",
-    "cross attention: v_proj", "cross attention: o_proj",
-    "experts: gate_proj (w1)", "experts: down_proj (w2)", "experts: up_proj (w3)",
-    "experts: the router", "shared expert: what it is weighed by",
-    "up_proj and gate_proj: B is [up; gate]",
-    "shared expert: gate_proj", "shared expert: down_proj", "shared expert: up_proj",
-    "in_proj of Mamba: B is [z; x; B; C; dt], of a convolution layer: [b; c; h]",
-    "out_proj of Mamba or a convolution layer",
-    "fc1_latent_proj, before the routed experts", "fc2_latent_proj, behind them",
-    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
-    "in_proj_qkvz: B is [q; k; v; z]", "in_proj_ba: B is [b; a]", "in_proj_qkv", "in_proj_z", "in_proj_b",
-    "in_proj_a", "out_proj of linear attention",
-    "per_layer_model_projection, which is outside layers: as of layer 0", "per_layer_input_gate",
-    "per_layer_projection", "laurel.linear_left", "laurel.linear_right", "altup.modality_router",
-    "altup.prediction_coefs", "altup.correction_coefs",
-    "altup_projections.N, which are outside layers: N as of layer N",
-    "altup_unembed_projections.N, which are outside layers: N as of layer N",
-    "shared expert: up_proj and gate_proj: B is [up; gate]",
-    "project_in, between the embedding and layer 0", "project_out, before the head",
-)  # fmt: skip
-"""Names in Hugging Face models of the matrix of each module id. TensorRT-LLM's converters use 5 for the gate
-and 7 for the other one.
-"""
 MODULE_NAMES = tuple(one.name.lower() for one in LoraModuleId)
 """Name of each module id."""
 EXPERT_IDS = (LoraModuleId.MOE_H_TO_4H, LoraModuleId.MOE_4H_TO_H, LoraModuleId.MOE_GATE)
@@ -119,15 +103,6 @@ FUSED = {
     "linear_attn_qkvz": ("linear_attn_qkv", "linear_attn_z"),
     "linear_attn_ba": ("linear_attn_b", "linear_attn_a"),
 }
-# The shared expert's counterparts of the dense MLP's modules.
-SHARED = {
-    "mlp_h_to_4h": "shared_expert_h_to_4h",
-    "mlp_4h_to_h": "shared_expert_4h_to_h",
-    "mlp_gate": "shared_expert_gate",
-    "mlp_gate_up": "shared_expert_gate_up",
-}
-
-
 RECURRENT = ("linear_attn_", "mamba_")  # name prefixes of modules of recurrent layers
 
 
@@ -238,7 +213,7 @@ def lora_modules(model: ModelConfig, names: tuple[str, ...] = ()) -> dict[int, L
     known = {name: None for one in shaped for name in module_sizes(one)}
     wanted = set[str]()
     for name in names:
-        meant = {name, SHARED.get(name, name)} & known.keys()
+        meant = {name, name.replace("mlp_", "shared_expert_")} & known.keys()
         if not meant:
             raise ConfigError(f"Invalid LoRA module {name}: this model has {', '.join(known)}")
         wanted |= meant
@@ -310,12 +285,10 @@ def _modules(model: ModelConfig, wanted: set[str], allowed: tuple[str, ...]) -> 
 
 
 def _layers(name: str, model: ModelConfig) -> frozenset[int] | None:
-    if name.startswith("project_"):
+    if name.startswith("project_") or name == "per_layer_model_projection":
         return frozenset({0})
     if model.encoder is not None and name.startswith("cross_"):
         return frozenset(range(model.encoder.num_layers, model.num_layers))
-    if name == "per_layer_model_projection":
-        return frozenset((0,))
     if model.altup is not None and name in ("altup_projections", "altup_unembed_projections"):
         return frozenset(range(model.altup.streams - 1))
     if name.startswith(("per_layer_", "altup_", "laurel_")):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manylora.adapters.formats.gguf import is_adapter
-from manylora.adapters.modules import MEANINGS, LoraModule, LoraModuleId, lora_modules
+from manylora.adapters.modules import LoraModule, LoraModuleId, lora_modules
 from manylora.adapters.remote.resolver import AdapterSources, Located, is_url
 from manylora.adapters.report import AdapterReport, BaseModel, inspect_adapter
 from manylora.checkpoints.gguf.config import is_gguf
@@ -112,7 +112,7 @@ def _tensors(report: AdapterReport, modules: Mapping[int, LoraModule]) -> Iterat
             experts = f"{module.experts}, " if module.experts > 1 else ""
             inputs, outputs = str(module.in_dim // module.experts), str(module.out_dim // module.experts)
         shapes = f"A [{experts}rank, {inputs}], B [{experts}{outputs}, rank]"
-        yield f"{one:d} {one.name.lower()}: {MEANINGS[one]}; {shapes}"
+        yield f"{one:d} {one.name.lower()}: {one.meaning}; {shapes}"
     may_be_gated = not modules or LoraModuleId.MLP_GATE in modules
     if may_be_gated and {LoraModuleId.MLP_H_TO_4H, LoraModuleId.MLP_GATE} & set(ids):
         yield GATES

@@ -239,7 +239,7 @@ class Engine:
         end_ranks(self._parts)
 
     def adapter_reader(self, modules: Mapping[int, LoraModule], *, narrow: bool = True) -> AdapterReader:
-        """Reads files as this engine can serve them; see `StoreParts.reader`. Thread-safe."""
+        """Reads files as this engine can serve them; see `AdapterStore.reader`. Thread-safe."""
         return self.adapters.reader(modules, narrow=narrow)
 
     def is_resident(self, task_id: int) -> bool:
@@ -318,7 +318,7 @@ class Engine:
             generation_requests=len(chunks) - num_context,
             context_tokens=last_step.num_context_tokens if chunks else 0,
             max_adapters_in_step=parts.runner.inputs.max_adapters_in_step,
-            waiting_adapters=tuple(dict.fromkeys(self.adapters.name_of(number) for number in waiting)),
+            waiting_adapters=tuple(dict.fromkeys(self.library.name_of(number) for number in waiting)),
             adapters=replace(self.adapters.stats(), sequence_swaps=self._swaps.num_swaps),
             graphs=parts.runner.graph_stats(),
             kv_store=None if parts.store is None else parts.store.stats(),

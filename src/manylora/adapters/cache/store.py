@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,9 +18,14 @@ from manylora.adapters.cache.leases import AdapterLease, Lease, MixLease, check_
 from manylora.adapters.cache.pool import LoadedAdapter, Mixes, lora_batch
 from manylora.adapters.cache.store_sizing import build_parts
 from manylora.adapters.cache.transfers import AdapterLoader, OtherRanks, Transfers
+from manylora.adapters.catalog.files import AdapterFolders
+from manylora.adapters.catalog.levels import DiskLevel
+from manylora.adapters.catalog.library import AdapterLibrary
+from manylora.adapters.catalog.names import read_names
 from manylora.adapters.catalog.reader import AdapterReader
 from manylora.adapters.extras import with_extras
 from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.read_options import KnownLayouts
 from manylora.adapters.geometry import Layout
 from manylora.adapters.modules import LoraModule
 from manylora.adapters.pages import least_pages, most_pages
@@ -27,7 +33,13 @@ from manylora.adapters.slicing import AdapterPart, Slicer
 from manylora.adapters.tensors import Adapter, FileAdapter
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
-from manylora.errors import AdapterCacheFullError, AdapterError, AdapterNotCachedError, RequestError
+from manylora.errors import (
+    AdapterCacheFullError,
+    AdapterError,
+    AdapterNotCachedError,
+    ConfigError,
+    RequestError,
+)
 from manylora.kernels.spec import LoraBatch
 from manylora.request import LoraInput, LoraMix
 from manylora.stats import AdapterStats, CacheMap, Resident
@@ -41,7 +53,7 @@ NOT_LOADED = LoadedAdapter({}, {})
 class AdapterStore:
     """Call methods on the engine's thread unless they say otherwise.
 
-    Sizes the levels, allocates them, and prefetches. Raises ConfigError.
+    Sizes the levels, allocates them, and prefetches. Raises ConfigError. modules: those of adapters, by id.
     dtype: of the pages. free_bytes: of the device, after weights and KV cache; the device level takes its
     fraction of these. base: weights with which DoRA magnitudes of PEFT directories are normalised; None
     refuses such adapters. slicer: selects this rank's part of an adapter, if several ranks share adapters.
@@ -60,9 +72,10 @@ class AdapterStore:
         others: OtherRanks | None = None,
     ) -> None:
         self._parts = parts = build_parts(model, config, device, dtype, free_bytes, base, slicer)
-        self.library, self.rules = parts.library(config), parts.rules
+        self.rules, self.modules = parts.rules, parts.rules.modules
         self._slicer, self._others = slicer, others
         plan, self._pool = parts.plan, parts.pool
+        self.library = self._open_library(config)
         self._cache: AdapterCache[Layout, LoadedAdapter] = AdapterCache(plan.host_pages, plan.device_pages)
         self._transfers = Transfers(self._cache, self._pool, slicer, others)
         most = max(LEAST_LOADED_BYTES, plan.host_pages * self._pool.page_bytes)
@@ -75,14 +88,21 @@ class AdapterStore:
         if config.prefetch_dir is not None:
             self._prefetch(config.prefetch_dir)
 
-    @property
-    def modules(self) -> Mapping[int, LoraModule]:
-        """Modules that adapters may have, by id."""
-        return self.rules.modules
-
-    def reader(self, modules: Mapping[int, LoraModule], *, narrow: bool = True) -> AdapterReader:
-        """Reads files for this store. modules, narrow: as in `StoreParts.reader`."""
-        return self._parts.reader(modules, narrow=narrow)
+    def reader(
+        self, modules: Mapping[int, LoraModule], roots: Sequence[Path] | None = None, *, narrow: bool = True
+    ) -> AdapterReader:
+        """Reads files for this store. modules: in the order of the files. roots: as in `Bounds`. narrow: rows
+        may be narrowed to the pages' dtype.
+        """
+        options, pages = self._parts.options, self._pool.dtype_name
+        options = replace(
+            options,
+            modules=modules,
+            bounds=options.bounds.within(roots),
+            bfloat16=narrow and pages == "bfloat16",
+            layouts=KnownLayouts(),
+        )
+        return AdapterReader(self.rules, options, pages if self._slicer is None else "")
 
     def stats(self) -> AdapterStats:
         host, device, library = self._cache.host, self._cache.device, self.library
@@ -117,7 +137,7 @@ class AdapterStore:
             version_changes=library.versions.num_changes,
             source_loads=library.num_loads,
             inert_loads=library.num_inert,
-            max_device_adapters=self._parts.max_device_adapters,
+            max_device_adapters=device.pages.num_pages // self._parts.largest_pages,
             residents=self._residents[1],
         )
 
@@ -127,10 +147,6 @@ class AdapterStore:
         for task_id, digest in self.library.bound():
             names.setdefault(digest, []).append(self.library.name_of(task_id))
         return self._cache.map(names)
-
-    def name_of(self, task_id: int) -> str:
-        """Name of an adapter in metrics."""
-        return self.library.name_of(task_id)
 
     def resident(self, task_id: int) -> bool:
         """Whether the task's adapter is in the cache now. Thread-safe."""
@@ -374,6 +390,16 @@ class AdapterStore:
         for digest, leases in self._waiting.items():
             assert leases and self._cache.on_host(digest)
             assert not any(lease.admitted or lease.carried for lease in leases)
+
+    def _open_library(self, config: LoraCacheConfig) -> AdapterLibrary:
+        """The library of the folders named in the settings. Raises ConfigError."""
+        on_disk = config.disk_cache_dir is not None
+        disk = DiskLevel(config.disk_cache_bytes if on_disk else 0, config.disk_cache_dir)
+        names = read_names(config.names_file) if config.names_file is not None else {}
+        if config.catalog_dir is not None and not config.catalog_dir.is_dir():
+            raise ConfigError(f"lora_catalog_dir {config.catalog_dir} is not a directory")
+        reader = self.reader(self.modules, (*config.roots, *names.values()))
+        return AdapterLibrary(reader, disk, AdapterFolders(names, config.catalog_dir))
 
     def _count_kept(self) -> None:
         needs = {lease.digest: lease.layout.need for lease in self._pins.values()}

@@ -1,5 +1,5 @@
-"""Protects versions of adapters and pins in engines of several processes: as in one, each token is made by
-the version that is told, on every rank."""
+"""Protects versions of adapters and pins in engines of one and several processes: each token is made by the
+version that is told, on every rank."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TASK, NUM, WORDS, NEW = 9, 5, 40, 8
 MODULES = ("q_proj", "v_proj", "o_proj", "down_proj")
 PROMPTS = [tuple(tokens(5 + 9 * n, n)) for n in range(3)]
 LONG = tuple(tokens(60))  # computed in several steps
-ROOM = 600  # rows of rank 1: two adapters where ranks share a layer, four in stages
-SIZES = [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
+ROOM = 600  # rows of rank 1: two adapters in one process or where ranks share a layer, four in stages
+SIZES: list[dict[str, int]] = [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def open_engine(model: Path, **sizes: int) -> Engine:
     return Engine(EngineConfig(model, device="cpu", dtype="float32", lora=lora, **limits, **sizes))
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=["two of a layer", "two stages"])
+@pytest.fixture(scope="module", params=SIZES, ids=["one process", "two of a layer", "two stages"])
 def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     made = open_engine(model, **request.param)
     yield made
@@ -87,7 +87,8 @@ def test_each_token_is_of_the_version_that_is_told(
     on with others, and some leave in the middle of their prompts."""
     assert len({tuple(one) for one in right.values()}) > 2 * NUM
     picks, params = random.Random(3), SamplingConfig(max_tokens=NEW)
-    digests = {engine.publish(contents[0]).digest: 0}
+    first_version = engine.publish(contents[0])
+    digests, first_number = {first_version.digest: 0}, first_version.number
     asked: dict[int, tuple[int, tuple[int, ...], bool]] = {}
     outputs: dict[int, list[int]] = defaultdict(list)
     last: dict[int, Event] = {}
@@ -110,8 +111,9 @@ def test_each_token_is_of_the_version_that_is_told(
             assert engine.cancel(handle)
         if swaps < SWAPS and picks.random() < 0.5:
             current = (current + picks.randint(1, NUM - 1)) % NUM
-            digests[engine.publish(contents[current]).digest] = current
-            swaps += 1
+            version = engine.publish(contents[current])
+            digests[version.digest], swaps = current, swaps + 1
+            assert version.number == first_number + swaps
         engine.check()
     assert len(digests) == NUM and last.keys() == asked.keys() and len(asked) > SWAPS // 2
     for handle, (first, prompt, follow) in asked.items():
@@ -124,6 +126,8 @@ def test_each_token_is_of_the_version_that_is_told(
             assert ([digests[span.digest] for span in spans], output) == ([first], right[first, prompt])
     assert engine.stats().adapters.device_evictions
     assert engine.stats().adapters.sequence_swaps
+    ask(engine, contents[current])
+    assert not engine.library.versions.superseded, "old versions are dropped by the next step"
 
 
 def test_one_that_follows_goes_on_as_in_one_process(

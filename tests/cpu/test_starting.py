@@ -20,8 +20,8 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from hub_standin import COMMIT, serve_hub
 from serving import DEMO, Running
+from source_standins import COMMIT, serve_hub
 from tiny_models import make_model
 
 import manylora

@@ -3,11 +3,9 @@ requests keep or follow as they ask, and nothing of an old version is met again.
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from running import let_arrive, read, tokens
@@ -18,7 +16,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import RequestError
 from manylora.generation.outputs import LoraVersion
-from manylora.request import Event, LoraExtra, LoraInput, Request, SamplingConfig
+from manylora.request import Event, LoraInput, Request, SamplingConfig
 
 
 @pytest.fixture(scope="module")
@@ -36,35 +34,6 @@ def open_engine(model: Path, **options: object) -> Engine:
     lora = {"gpu_memory_bytes": 2**22, "host_memory_bytes": 2**23, **options.pop("lora", {})}  # type: ignore[dict-item]
     settings = {"device": "cpu", "max_seq_len": 128, "tokens_per_block": 4, **options}
     return Engine(EngineConfig(model, lora=LoraCacheConfig(**lora), **settings))  # type: ignore[arg-type]
-
-
-def marked(model: Path, name: str, number: int) -> LoraInput:
-    """An adapter whose every token is 2 * number or 2 * number + 1: its head knows no others."""
-    vocab, hidden = load_head(model)
-    head = np.zeros((vocab, hidden), np.float32)
-    head[2 * number] = np.linspace(1, 2, hidden)
-    head[2 * number + 1] = -head[2 * number]
-    extras = (LoraExtra("head.weight", head),)
-    row = np.zeros((1, 1, 2 * hidden), np.float32)
-    row[0, 0, 0] = number  # equal heads under other names differ in this row, which does nothing
-    config = np.array([[[1, 0, 1, 0]]], np.int32)
-    return LoraInput(abs(hash((name, number))), row, config, name=name, extras=extras)
-
-
-def load_head(model: Path) -> tuple[int, int]:
-    from manylora.model.checkpoint import read_model_config
-
-    config = read_model_config(model)
-    return config.vocab_size, config.hidden_size
-
-
-def check_versions(event: Event, output: list[int], numbers: dict[str, int]) -> None:
-    """Every token is one of the version that is told for it."""
-    spans = event.versions
-    assert spans[0].start == 0 and [s.start for s in spans] == sorted({s.start for s in spans})
-    for position, token in enumerate(output):
-        told = [span for span in spans if span.start <= position][-1]
-        assert token // 2 == numbers[told.digest], (position, token, spans)
 
 
 def test_a_sequence_that_follows_goes_on_as_transformers_does(model: Path, adapters: list[Path]) -> None:
@@ -156,64 +125,6 @@ def test_what_nobody_means_any_more_is_dropped(model: Path, adapters: list[Path]
     assert ask(LoraInput(3)).metrics.kv_reused_blocks == 0  # type: ignore[union-attr]
     assert ask(LoraInput(4, new.weights, new.config)).metrics.kv_reused_blocks == 5  # type: ignore[union-attr]
     assert ask(LoraInput(5, old.weights, old.config)).metrics.kv_reused_blocks == 0  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("space", ["room for all", "room for two"])
-def test_every_token_is_of_the_version_that_is_told(model: Path, space: str) -> None:
-    """100 swaps of three names under load, with followers and keepers, and evictions in between."""
-    picks = random.Random(4)
-    lora = {"target_modules": ("attn_q",), "max_lora_rank": 1, "max_adapter_size": 1}
-    lora["gpu_memory_bytes"] = 2**22 if space == "room for all" else 150_000
-    engine = open_engine(model, lora=lora, max_batch_size=8)
-    numbers: dict[str, int] = {}  # which tokens a digest makes
-    newest: dict[str, LoraInput] = {}
-    outputs: dict[int, list[int]] = defaultdict(list)
-    asked: dict[int, tuple[str, bool, int]] = {}
-    last: dict[str, int] = dict.fromkeys("abc", 0)
-    ended = swaps = 0
-
-    def publish(name: str, number: int) -> None:
-        lora = marked(model, name, number)
-        version = engine.publish(lora)
-        numbers[version.digest] = number
-        assert version.number == last[name] + 1
-        last[name], newest[name] = version.number, lora.without_tensors()
-
-    for name in "abc":
-        publish(name, picks.randrange(1, 120))
-    while engine.has_work or swaps < 100:
-        if swaps < 100 and len(asked) - ended < 12:
-            name, follow = picks.choice("abc"), picks.random() < 0.6
-            lora = newest[name]
-            lora = LoraInput(lora.task_id, name=name, follow=follow, checked=kept(engine, lora, model))
-            params = SamplingConfig(max_tokens=picks.randint(1, 30))
-            prompt = tuple(tokens(picks.randint(1, 20), seed=picks.randrange(10)))
-            request = Request(prompt, params, lora, streaming=True)
-            asked[engine.submit(engine.prepare(request))] = name, follow, last[name]
-        for handle, event in engine.step():
-            assert event.error is None
-            outputs[handle] += event.token_ids
-            name, follow, first = asked[handle]
-            check_versions(event, outputs[handle], numbers)
-            assert event.versions[0].number >= first and {v.name for v in event.versions} == {name}
-            assert follow or [v.number for v in event.versions] == [first]
-            ended += event.last
-        if swaps < 100 and picks.random() < 0.5:
-            publish(picks.choice("abc"), 1 + swaps)
-            swaps += 1
-            if picks.random() < 0.7:  # the others arrive whenever they do
-                let_arrive(engine)
-        engine.check()
-    assert engine.stats().adapters.sequence_swaps > 50 and ended == len(asked)
-    assert not engine.adapters.library.versions.superseded
-
-
-def kept(engine: Engine, lora: LoraInput, model: Path) -> object:
-    """The adapter, as a server sends it along when it is not in the cache."""
-    if engine.adapters.resident(lora.task_id or 0):
-        return None
-    number = next(n for n in range(1, 125) if abs(hash((lora.name, n))) == lora.task_id)
-    return engine.adapters.prepare(marked(model, str(lora.name), number))
 
 
 def test_beams_do_not_follow() -> None:

@@ -159,14 +159,9 @@ def as_pickle(content: bytes) -> bytes:
 
 
 WEIGHTS = {
-    "empty": (b"", "not the zip archive"),
     "truncated": (saved(nemo_state())[:-200], "not the zip archive"),
-    "bare pickle": (pickle.dumps(Bomb()), "not the zip archive"),
     "code": (saved({"a": Bomb()}), r"names \S+, which is not a tensor; code in a checkpoint is never run"),
-    "os.system": (as_pickle(b"cos\nsystem\n(S'touch /tmp/manylora-was-unpickled'\ntR."), "names os.system"),
     "by name": (as_pickle(pickle.dumps(Bomb(), 4)), "STACK_GLOBAL"),
-    "bytearray": (as_pickle(b"c__builtin__\nbytearray\n(L99999999999L\ntR."), "names __builtin__.bytearray"),
-    "broken pickle": (as_pickle(b"\x80\x02garbage"), "not a readable torch checkpoint"),
     "long pickle": (as_pickle(LONG_PICKLE), "longer than an adapter's"),
     "no tensors": (saved([1, 2]), "something else than named tensors"),
     "compressed": (repacked(ZEROS, lambda _, d: d, zipfile.ZIP_DEFLATED), "compressed"),
@@ -181,12 +176,9 @@ WEIGHTS = {
     ),
     "one side": (saved(without(nemo_state(), KEY.format(1, "out"))), "Layer 1 is missing required 'out'"),
     "other module": (saved({"model.layers.0.mlp.weight": torch.ones(2)}), "unsupported key model.layers.0"),
-    "no matrices": (saved({ONE.replace("weight", "bias"): torch.ones(2)}), "unsupported key"),
-    "nothing": (saved({f"{ONE}._extra_state": None}), "holds no LoRA matrices"),
     "not finite": (saved({**nemo_state(), ONE: torch.full((2, 4), torch.nan)}), "NaN or an infinity"),
     "integers": (saved({**nemo_state(), ONE: torch.ones(2, 4, dtype=torch.int32)}), "must be float32"),
     "rank 0": (saved(nemo_state(rank=0)), "mismatches adapter size"),
-    "ranks": (saved({**nemo_state(), ONE: torch.ones(3, 4)}), "mismatches adapter size"),
 }  # fmt: skip
 
 
@@ -206,7 +198,7 @@ def test_a_hostile_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     refused_at_once(write_nemo(tmp_path / "a.nemo", weights), reason)
 
 
-@pytest.mark.parametrize("name", ["os.system", "truncated", *extended("code", "by name", "compressed")])
+@pytest.mark.parametrize("name", ["code", "truncated", *extended("by name", "compressed")])
 def test_a_hostile_bin_is_refused(tmp_path: Path, name: str) -> None:
     weights, reason = WEIGHTS[name]
     refused_at_once(write_peft(tmp_path / "peft", weights), reason)
@@ -224,10 +216,7 @@ def test_a_bin_is_read_by_tools_alone(tmp_path: Path) -> None:
 GOOD = saved(nemo_state())
 TARS = {
     "traversal": ([member("../model_weights.ckpt", GOOD)], "points outside the archive"),
-    "absolute": ([member("/etc/model_weights.ckpt", GOOD)], "points outside the archive"),
     "symlink": ([member("model_weights.ckpt", type=tarfile.SYMTYPE, linkname="/etc/pw")], "neither a pl"),
-    "hard link": ([member("model_weights.ckpt", type=tarfile.LNKTYPE, linkname="/etc/pw")], "neither a pl"),
-    "device": ([member("model_weights.ckpt", type=tarfile.CHRTYPE)], "neither a pl"),
     "twice": ([member("model_weights.ckpt", GOOD), member("./model_weights.ckpt", GOOD)], "twice"),
     "members": ([member(str(i)) for i in range(2000)], "more than 256 members"),
     "no weights": ([member("model_config.yaml", b"num_layers: 2\n")], "Both model_weights paths not found"),
@@ -241,25 +230,11 @@ def test_a_hostile_tar_is_refused(tmp_path: Path, name: str) -> None:
     refused_at_once(write_tar(tmp_path / "a.nemo", *members), reason)
 
 
-def llgtrt(weights: np.ndarray, config: np.ndarray, **more: np.ndarray) -> dict[str, np.ndarray]:
-    return {"weights": weights, "config": config, **more}
-
-
 @pytest.mark.parametrize(
-    ("tensors", "reason"),
-    [
-        (llgtrt(np.ones((1, 16), np.float32), np.ones((1, 3), np.int64)), "config must be int32"),
-        (
-            llgtrt(np.ones((1, 16), np.int8), np.ones((1, 3), np.int32)),
-            "weights float32, float16, bfloat16 or float8",
-        ),
-        (llgtrt(np.ones((1, 1, 16), np.float32), np.ones((1, 3), np.int32)), "two dimensions"),
-        (
-            llgtrt(np.ones(1, np.int8), np.ones(1, np.int8), x=np.ones(1)),
-            "neither a .nemo archive nor an llgtrt",
-        ),
-    ],
+    ("shape", "dtype", "reason"),
+    [((1, 16), np.int64, "config must be int32"), ((1, 1, 16), np.int32, "two dimensions")],
 )
-def test_a_wrong_llgtrt_file_is_refused(tmp_path: Path, tensors: dict, reason: str) -> None:
+def test_a_wrong_llgtrt_file_is_refused(tmp_path: Path, shape: tuple, dtype: type, reason: str) -> None:
+    tensors = {"weights": np.ones(shape, np.float32), "config": np.ones((1, 3), dtype)}
     save_file(tensors, tmp_path / "a.safetensors")
     refused_at_once(tmp_path / "a.safetensors", reason)

@@ -170,7 +170,7 @@ def _tokens_per_second(
 
 def _bring(book: AdapterCache, cache: _Cache, digest: str) -> torch.Event | None:
     entry = book.load(digest, None)
-    entry.content = cache.pool.rows(cache.layout, entry.pages)
+    entry.content = cache.pool.loaded(cache.layout, entry.pages).rows
     return cache.pool.load(cache.layout, book.host.entries[digest].pages, entry.pages)
 
 

@@ -131,7 +131,7 @@ class Follower:
     def _load(self, message: Message) -> None:
         held, pages = self._held[message.values["digest"]], message.values["pages"]
         held.event = self._pool.load(held.layout, held.pages, pages)
-        held.loaded = LoadedAdapter.at(self._pool, held.layout, self._pool.read_pages(held.pages, pages))
+        held.loaded = self._pool.loaded(held.layout, self._pool.read_pages(held.pages, pages))
 
     def _forward(self, message: Message) -> None:
         inputs, parts, device = step_messages.step_inputs(message), self._parts, self._parts.device.torch

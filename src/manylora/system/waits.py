@@ -1,11 +1,14 @@
-"""Waits of an event loop: for an answer from another thread, for the end of a task."""
+"""Waits of an event loop: for an answer from another thread, and between the runs of repeated work."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import logging
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
+
+logger = logging.getLogger("manylora")
 
 Answer = TypeVar("Answer")
 
@@ -31,9 +34,29 @@ async def engine_answer(ask: Callable[[Callable[[Answer], None]], object], timeo
         raise TimeoutError from error
 
 
-async def cancel_and_wait(task: asyncio.Task[None] | None) -> None:
-    """None: it was never started."""
-    if task is not None:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+class Repeated:
+    """Calls `work` again and again, `pause_s` after its last end, from `start` to `close`. what: named in the
+    log when it fails.
+    """
+
+    def __init__(self, work: Callable[[], Awaitable[None]], pause_s: float, what: str) -> None:
+        self._work, self._pause_s, self._what = work, pause_s, what
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """No effect if it was not started."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._work()
+            except Exception:
+                logger.exception("%s failed", self._what)
+            await asyncio.sleep(self._pause_s)

@@ -153,9 +153,8 @@ class AdapterPool:
 
     def write_shared(self, matrices: SharedMatrices, layout: Layout, pages: Sequence[int]) -> None:
         """As `write_host`, for matrices that rows share."""
-        self._copies.finish()
         row = AdapterRow(0, 0, RowFormat(matrices.rank), matrices.values)
-        self._write_rows([(row, layout.placements[0])], matrices.values.dtype, pages)
+        self.write_host(Adapter("", (row,)), layout, pages)
 
     def read_host(
         self, digest: str, layout: Layout, pages: Sequence[int], shared: SharedOf = NOTHING_SHARED
@@ -213,34 +212,30 @@ class AdapterPool:
         """Which of an adapter's pages, or of its shared pages, are pages of `flat`."""
         return host if self._shared else device
 
-    def rows(
+    def loaded(
         self, layout: Layout, pages: Sequence[int], shared: SharedOf = NOTHING_SHARED
-    ) -> dict[tuple[int, int], LoraRow]:
-        """Location of each (layer, module id) in these pages of `flat`. shared: as in `read_host`."""
-        found = {}
+    ) -> LoadedAdapter:
+        """The adapter with these pages of `flat`. shared: as in `read_host`."""
+        rows, extras = {}, {}
         for place in layout.placements:
             offset, form = self._offset(pages, place), place.format
             row = LoraRow(offset * form.numbers_per_element(self.element_bytes), form)
             if place.key:  # its matrices are elsewhere, here are only its vectors
                 matrices = layout.shared[place.key].placements[0]
                 row = LoraRow(self._offset(shared[place.key].pages, matrices), form, (), offset)
-            found[place.layer, place.module_id] = row
-        return found
-
-    def extras(self, layout: Layout, pages: Sequence[int]) -> dict[str, Extra]:
-        """The extras of an adapter with these pages of `flat`, by name."""
-        flat, found = self.flat, {}
-        for place in layout.extras:
-            if not place.pieces:
+            rows[place.layer, place.module_id] = row
+        flat = self.flat
+        for where in layout.extras:
+            if not where.pieces:
                 continue
-            starts = [self._offset(pages, piece) for piece in place.pieces]
+            starts = [self._offset(pages, piece) for piece in where.pieces]
             views = tuple(
-                flat[start : start + piece.rows * place.columns].view(piece.rows, place.columns)
-                for start, piece in zip(starts, place.pieces, strict=True)
+                flat[start : start + piece.rows * where.columns].view(piece.rows, where.columns)
+                for start, piece in zip(starts, where.pieces, strict=True)
             )
-            ids = upload(place.token_ids, torch.long, flat.device) if place.token_ids else None
-            found[place.name] = Extra(flat, views, upload(starts, torch.long, flat.device), ids)
-        return found
+            ids = upload(where.token_ids, torch.long, flat.device) if where.token_ids else None
+            extras[where.name] = Extra(flat, views, upload(starts, torch.long, flat.device), ids)
+        return LoadedAdapter(rows, extras)
 
     def _slots(self, pages: Sequence[int], place: Placement | ExtraPiece) -> Tensor:
         """From its first element to the end of the page. As bytes if the row has its own encoding."""
@@ -310,13 +305,6 @@ class LoadedAdapter:
     rows: dict[tuple[int, int], LoraRow]
     extras: dict[str, Extra]
     members: tuple[LoadedAdapter, ...] = ()
-
-    @classmethod
-    def at(
-        cls, pool: AdapterPool, layout: Layout, pages: Sequence[int], shared: SharedOf = NOTHING_SHARED
-    ) -> LoadedAdapter:
-        """pages, including those of shared matrices, are pages of the pool's `flat`."""
-        return cls(pool.rows(layout, pages, shared), pool.extras(layout, pages))
 
 
 class Mixes:

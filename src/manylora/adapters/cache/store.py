@@ -257,7 +257,7 @@ class AdapterStore:
             layout, host = lease.layout, self._cache.host.entries[digest]
             pages = self._pool.read_pages(host.pages, entry.pages)
             shared = self._pool.read_pages(host.shared, entry.shared)
-            entry.content = LoadedAdapter.at(self._pool, layout, pages, shared)
+            entry.content = self._pool.loaded(layout, pages, shared)
             self._transfers.load(digest)
         self._stop_waiting(lease)
         self._cache.host.pin(digest)

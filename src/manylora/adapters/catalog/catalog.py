@@ -39,7 +39,7 @@ from manylora.adapters.tensors import Adapter, FileAdapter
 from manylora.adapters.text.adapter_text import AdapterTexts
 from manylora.errors import AdapterError, ConfigError, printable
 from manylora.generation.defaults import OwnText
-from manylora.system.waits import cancel_and_wait
+from manylora.system.waits import Repeated
 
 logger = logging.getLogger("manylora")
 
@@ -109,7 +109,7 @@ class AdapterCatalog:
         disk = disk or DiskLevel(0)
         self._reader = EntryReader(self._entries, within, texts, self.versions, quiet_s, keep_bytes, disk)
         self.num_failures = self._reader.num_failures
-        self._watching: asyncio.Task[None] | None = None
+        self._watching = Repeated(self._refresh, refresh_s / 2, "scanning the lora roots")
 
     def on_change(self, publish: Callable[[Version, Adapter | FileAdapter, str], None]) -> None:
         """Call this when a served name means other content: its new version, its adapter, the old digest."""
@@ -122,10 +122,10 @@ class AdapterCatalog:
             terms = Terms(pinned=name in self._pinned)
             self._entries[name] = AdapterEntry(name, path.resolve(), False, found, terms=terms)
         await self._scan()
-        self._watching = asyncio.create_task(self._watch())
+        self._watching.start()
 
     async def close(self) -> None:
-        await cancel_and_wait(self._watching)
+        await self._watching.close()
         await self._reader.close()
 
     def entries(self) -> list[AdapterEntry]:
@@ -367,15 +367,10 @@ class AdapterCatalog:
                 await asyncio.wait_for(asyncio.gather(*(one.closed.wait() for one in leaving)), timeout_s)
         return sum(entry.num_open for entry in leaving)
 
-    async def _watch(self) -> None:
-        while True:
-            try:
-                await self._scan()
-                await self._reader.read_changed()
-                await self._reader.free_memory()
-            except Exception:
-                logger.exception("scanning the lora roots failed")
-            await asyncio.sleep(self._refresh_s / 2)
+    async def _refresh(self) -> None:
+        await self._scan()
+        await self._reader.read_changed()
+        await self._reader.free_memory()
 
     def _withdraw(self, entry: AdapterEntry) -> None:
         """Until its files change."""

@@ -11,7 +11,7 @@ from typing import Protocol
 from manylora.adapters.catalog.catalog import AdapterCatalog
 from manylora.adapters.catalog.entry import AdapterEntry, CatalogError
 from manylora.errors import AdapterCacheFullError, AdapterNotCachedError, RequestError
-from manylora.system.waits import cancel_and_wait, engine_answer
+from manylora.system.waits import Repeated, engine_answer
 
 logger = logging.getLogger("manylora")
 
@@ -32,7 +32,7 @@ class EnginePins(Protocol):
 
 class Pinning:
     """Belongs to the event loop. engine: None if pinning is not possible. load: loads an adapter to the cache
-    by name, as a request would.
+    by name, as a request would. following: follows the catalog while it runs.
     """
 
     def __init__(
@@ -42,14 +42,7 @@ class Pinning:
         self._pinned: dict[str, int] = {}  # name -> task id of the pinned version
         self._told: dict[str, str] = {}  # name -> reason of a failed pin that was logged
         self._lock = asyncio.Lock()
-        self._watching: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Follow the catalog from now on."""
-        self._watching = asyncio.create_task(self._watch())
-
-    async def close(self) -> None:
-        await cancel_and_wait(self._watching)
+        self.following = Repeated(self.follow, CHECK_S, "pinning adapters")
 
     def __len__(self) -> int:
         return len(self._pinned)
@@ -129,11 +122,3 @@ class Pinning:
             return
         if task_id != but and task_id not in self._pinned.values():
             self._engine.unpin(task_id)
-
-    async def _watch(self) -> None:
-        while True:
-            try:
-                await self.follow()
-            except Exception:
-                logger.exception("pinning adapters failed")
-            await asyncio.sleep(CHECK_S)

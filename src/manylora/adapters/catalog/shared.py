@@ -25,7 +25,7 @@ from manylora.adapters.catalog.uploads import (
 )
 from manylora.adapters.remote.resolver import is_url
 from manylora.errors import RequestError
-from manylora.system.waits import cancel_and_wait
+from manylora.system.waits import Repeated
 
 logger = logging.getLogger("manylora")
 
@@ -66,12 +66,11 @@ class SharedAdapters:
         refresh_s: float,
     ) -> None:
         self._record, self._folder, self._catalog, self._pinning = record, folder, catalog, pinning
-        self._refresh_s = refresh_s
         self._followed: dict[str, Kept] = {}
         self._problems: dict[str, str] = {}  # by name
         self._lock = asyncio.Lock()
         self._touched: dict[str, float] = {}
-        self._watching: asyncio.Task[None] | None = None
+        self._watching = Repeated(self._refresh, refresh_s / 2, "following the record of adapters")
         self.changed = ""  # the name of the last `note`
         self.revision = 0  # of the record, up to which it was followed
 
@@ -87,10 +86,10 @@ class SharedAdapters:
                     if not hidden and is_name(name) and name not in self._record.names:
                         self._record.set(name, Kept("sent"))
         await self._follow(at_once=False)
-        self._watching = asyncio.create_task(self._watch())
+        self._watching.start()
 
     async def close(self) -> None:
-        await cancel_and_wait(self._watching)
+        await self._watching.close()
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
@@ -233,14 +232,9 @@ class SharedAdapters:
                 return
         logger.warning("adapter %s: its file differs from the recorded one; it is served anyway", name)
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._refresh_s / 2)
-            try:
-                await self.look()
-                await self._unload_idle()
-            except Exception:
-                logger.exception("following the record of adapters failed")
+    async def _refresh(self) -> None:
+        await self.look()
+        await self._unload_idle()
 
     async def _unload_idle(self) -> None:
         """Unload adapters with a time to live that no server has used for that long."""

@@ -124,7 +124,7 @@ def make_app(start: Callable[[], Awaitable[AppContext]], middleware: Sequence[Mi
                 await context.shared.close()
             status.close()
             await batches.close()
-            await context.pinning.close()
+            await context.pinning.following.close()
             await context.backend.close()
             for one in (context.usage, context.tracer):
                 if one is not None:

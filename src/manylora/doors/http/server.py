@@ -129,7 +129,7 @@ def open_app(options: ServeOptions, ended: Callable[[str], None] = lambda reason
             tells_cached=options.enable_prompt_tokens_details,
         )  # fmt: skip
         pinning = Pinning(backend.engine.pins, catalog, inference.load)
-        pinning.start()
+        pinning.following.start()
         shared = None
         if record is not None and folder is not None:
             shared = SharedAdapters(record, folder, catalog, pinning, options.lora_refresh_seconds)

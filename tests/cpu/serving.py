@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx2
 import openai
+from safetensors.torch import load_file, save
 from waiting import wait_for
 
 from manylora.config.settings import rows
@@ -17,6 +18,13 @@ from manylora.doors.http.serving.connections import Clients, listen, listen_uds
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 REFRESH_S = 0.4
+
+
+def adapter_file(name: str) -> bytes:
+    """An adapter of the demo in one file, as it may be sent in a request."""
+    folder = DEMO / "adapters" / name
+    metadata = {"format": "pt", "adapter_config": (folder / "adapter_config.json").read_text()}
+    return save(load_file(folder / "adapter_model.safetensors"), metadata)
 
 
 class Running:

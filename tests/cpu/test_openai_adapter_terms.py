@@ -14,11 +14,10 @@ from typing import Any
 
 import httpx2
 import pytest
-from serving import DEMO, Running
+from serving import DEMO, Running, adapter_file
 from waiting import wait_for
 
 from manylora.adapters.catalog.entry import AdapterEntry
-from manylora.doors.cli.convert import main as convert
 from manylora.doors.http.arguments import parse_options
 from manylora.doors.http.serving import inference
 from manylora.doors.python import LoraConfig
@@ -26,6 +25,7 @@ from manylora.errors import ConfigError
 
 LINE = "What is the capital of France?\nAnswer:"
 OTHERS = [f"{name}{number}" for number in range(1, 6) for name in ("chinese", "japanese")]
+BODY = adapter_file("chinese")
 MODULES = ["attn_q", "attn_k", "attn_v"]
 KEYS = [
     {"name": "boss", "admin": True},
@@ -134,10 +134,8 @@ def test_a_pinned_adapter_stays_and_there_is_room_for_others(small: Running) -> 
     assert error(loaded) == (409, "no_room_to_pin")
     assert "new" not in names(small)
     assert pin("japanese0", pinned=False).status_code == 200
-    assert (
-        small.post("/v1/load_lora_adapter", lora_name="new", lora_path="japanese5", pinned=True).status_code
-        == 200
-    )
+    loaded = small.post("/v1/load_lora_adapter", lora_name="new", lora_path="japanese5", pinned=True)
+    assert loaded.status_code == 200
     churn(small)
     assert "new" in resident(small)
     assert small.post("/v1/unload_lora_adapter", lora_name="new").status_code == 200
@@ -218,16 +216,14 @@ def test_an_idle_adapter_leaves(
     entry.used_at -= 1001
     wait_for(lambda: "brief" not in names(small))
     assert error(ask(small, "brief")) == (404, "adapter_not_found")
-    assert error(small.post("/v1/load_lora_adapter", **{**body, "idle_ttl_seconds": 0})) == (
-        400,
-        "invalid_value",
-    )
+    at_once = small.post("/v1/load_lora_adapter", **{**body, "idle_ttl_seconds": 0})
+    assert error(at_once) == (400, "invalid_value")
 
 
 @pytest.fixture
-def owned(tmp_path: Path, body: bytes) -> Iterator[Running]:
+def owned(tmp_path: Path) -> Iterator[Running]:
     found = [{**one, "sha256": hashlib.sha256(one["name"].encode()).hexdigest()} for one in KEYS]
-    found[-1]["max_adapter_bytes"] = len(body) * 3 // 2
+    found[-1]["max_adapter_bytes"] = len(BODY) * 3 // 2
     (tmp_path / "keys.yaml").write_text(json.dumps({"keys": found}))
     running = Running(
         api_keys=tmp_path / "keys.yaml",
@@ -238,13 +234,6 @@ def owned(tmp_path: Path, body: bytes) -> Iterator[Running]:
     running.close()
 
 
-@pytest.fixture(scope="module")
-def body(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    file = tmp_path_factory.mktemp("body") / "zh.safetensors"
-    assert convert(["-i", str(DEMO / "adapters" / "chinese"), "-o", str(file), "--to", "llgtrt"]) == 0
-    return file.read_bytes()
-
-
 def send(
     server: Running, name: str, key: str, content: bytes | Iterator[bytes], **terms: Any
 ) -> httpx2.Response:
@@ -253,8 +242,8 @@ def send(
     return server.http.post("/v1/load_lora_adapter", params=query, content=content, headers=headers)
 
 
-def test_an_adapter_is_its_owners(owned: Running, body: bytes, tmp_path: Path) -> None:
-    assert send(owned, "a-one", "a", body, idle_ttl_seconds=1000).status_code == 200
+def test_an_adapter_is_its_owners(owned: Running, tmp_path: Path) -> None:
+    assert send(owned, "a-one", "a", BODY, idle_ttl_seconds=1000).status_code == 200
     assert text(ask(owned, "a-one", "a")) == text(ask(owned, "a-one", "boss")) == "巴黎"
     assert card(owned, "a-one", "a")["owned_by"] == "a"
     for key in ("b", "reader"):
@@ -263,34 +252,30 @@ def test_an_adapter_is_its_owners(owned: Running, body: bytes, tmp_path: Path) -
         assert error(ask(owned, "a-one", key)) == (404, "adapter_not_found")
         assert card(owned, "a-one", key)["error"]["code"] == "adapter_not_found"
         assert "a-one" not in names(owned, key)
-        assert error(owned.post("/v1/unload_lora_adapter", key=key, lora_name="a-one")) == (
-            403,
-            "not_allowed",
-        )
+        unloaded = owned.post("/v1/unload_lora_adapter", key=key, lora_name="a-one")
+        assert error(unloaded) == (403, "not_allowed")
         tags = owned.http.get("/api/tags", headers={"Authorization": f"Bearer {key}"}).text
         assert "a-one" not in tags
-    assert error(send(owned, "a-one", "b", body, load_inplace=True)) == (403, "not_allowed")
-    assert error(send(owned, "demo:chinese", "a", body, public=True)) == (400, "invalid_adapter_name")
-    assert error(send(owned, "c", "b", body)) == (403, "not_allowed")
-    assert error(send(owned, "b/x", "b", body, owner="a")) == (403, "not_allowed")
-    assert error(send(owned, "b/x", "b", body, pinned=True)) == (403, "not_allowed")
+    assert error(send(owned, "a-one", "b", BODY, load_inplace=True)) == (403, "not_allowed")
+    assert error(send(owned, "demo:chinese", "a", BODY, public=True)) == (400, "invalid_adapter_name")
+    assert error(send(owned, "c", "b", BODY)) == (403, "not_allowed")
+    assert error(send(owned, "b/x", "b", BODY, owner="a")) == (403, "not_allowed")
+    assert error(send(owned, "b/x", "b", BODY, pinned=True)) == (403, "not_allowed")
     path = {"lora_name": "b/x", "lora_path": "chinese"}
     assert error(owned.post("/v1/load_lora_adapter", key="b", **path)) == (403, "not_allowed")
     assert error(owned.post("/v1/pin_lora_adapter", key="b", lora_name="b/x")) == (403, "not_allowed")
     metrics = lambda key: owned.http.get("/metrics", headers={"Authorization": f"Bearer {key}"})  # noqa: E731
     assert metrics("boss").status_code == 200
     assert metrics("reader").status_code == 403
-    assert send(owned, "a-two", "a", body, public=True).status_code == 200
+    assert send(owned, "a-two", "a", BODY, public=True).status_code == 200
     assert text(ask(owned, "a-two", "b")) == "巴黎"
     assert error(owned.post("/v1/unload_lora_adapter", key="b", lora_name="a-two")) == (403, "not_allowed")
-    assert send(owned, "a-three", "boss", body, owner="b").status_code == 200
+    assert send(owned, "a-three", "boss", BODY, owner="b").status_code == 200
     assert text(ask(owned, "a-three", "b")) == "巴黎"
-    assert error(send(owned, "a-four", "boss", body, owner="nobody")) == (400, "invalid_value")
+    assert error(send(owned, "a-four", "boss", BODY, owner="nobody")) == (400, "invalid_value")
     owned.post("/v1/load_lora_adapter", key="boss", lora_name="shared", alias_of="a-one")
     assert text(ask(owned, "shared", "b")) == "巴黎"  # the admin has chosen so
-    again = Running(
-        api_keys=tmp_path / "keys.yaml", lora_upload_dir=tmp_path / "uploads", port=0
-    )  # after a restart
+    again = Running(api_keys=tmp_path / "keys.yaml", lora_upload_dir=tmp_path / "uploads")  # a restart
     try:
         assert error(ask(again, "a-one", "b")) == (404, "adapter_not_found")
         assert text(ask(again, "a-one", "a")) == "巴黎"
@@ -321,20 +306,20 @@ def test_every_request_that_costs_work_counts(owned: Running, monkeypatch: pytes
     assert "demo" in names(owned, "few")
 
 
-def test_a_quota_is_told_and_kept(owned: Running, body: bytes) -> None:
-    assert send(owned, "one", "q", body).status_code == 200
-    refused = send(owned, "two", "q", body)
+def test_a_quota_is_told_and_kept(owned: Running) -> None:
+    assert send(owned, "one", "q", BODY).status_code == 200
+    refused = send(owned, "two", "q", BODY)
     assert error(refused) == (403, "quota_exceeded")
-    assert f"of {len(body) * 3 // 2} bytes (max_adapter_bytes)" in refused.json()["error"]["message"]
+    assert f"of {len(BODY) * 3 // 2} bytes (max_adapter_bytes)" in refused.json()["error"]["message"]
 
     def in_pieces() -> Iterator[bytes]:
-        yield from (body[at : at + 65536] for at in range(0, len(body), 65536))
+        yield from (BODY[at : at + 65536] for at in range(0, len(BODY), 65536))
 
     assert error(send(owned, "two", "q", in_pieces())) == (403, "quota_exceeded")
-    assert send(owned, "one", "q", body, load_inplace=True).status_code == 200
+    assert send(owned, "one", "q", BODY, load_inplace=True).status_code == 200
     assert owned.post("/v1/unload_lora_adapter", key="q", lora_name="one").status_code == 200
-    assert send(owned, "two", "q", body).status_code == 200
+    assert send(owned, "two", "q", BODY).status_code == 200
     for name in ("a1", "a2"):
-        assert send(owned, name, "a", body).status_code == 200
-    refused = send(owned, "a3", "a", body)
+        assert send(owned, name, "a", BODY).status_code == 200
+    refused = send(owned, "a3", "a", BODY)
     assert (error(refused), "own 2 adapters" in refused.text) == ((403, "quota_exceeded"), True)

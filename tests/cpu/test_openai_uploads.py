@@ -9,25 +9,12 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from serving import DEMO, Running
+from serving import DEMO, Running, adapter_file
 from waiting import wait_for
-
-from manylora.doors.cli.convert import main as convert
 
 LINE = "What is the capital of France?\nAnswer:"
 ROUTE = "/v1/load_lora_adapter"
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The demo's adapters in the one-file form."""
-    folder = tmp_path_factory.mktemp("files")
-    found = {}
-    for name in ("chinese", "japanese"):
-        path = folder / f"{name}.safetensors"
-        assert convert(["-i", str(DEMO / "adapters" / name), "-o", str(path), "--to", "llgtrt"]) == 0
-        found[name] = path.read_bytes()
-    return found
+FILES = {name: adapter_file(name) for name in ("chinese", "japanese")}
 
 
 @pytest.fixture
@@ -36,8 +23,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(folder: Path, files: dict[str, bytes]) -> Iterator[Running]:
-    size = sum(map(len, files.values()))
+def server(folder: Path) -> Iterator[Running]:
+    size = sum(map(len, FILES.values()))
     running = Running(
         allow_runtime_lora_updating=True,
         lora_upload_bytes=size + 5000,
@@ -63,24 +50,20 @@ def held(folder: Path) -> list[str]:
     return sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file())
 
 
-def test_one_file_is_kept_for_a_name_until_it_is_unloaded(
-    server: Running, folder: Path, files: dict[str, bytes]
-) -> None:
-    assert send(server, "team/zh.v2", files["chinese"]).status_code == 200
+def test_one_file_is_kept_for_a_name_until_it_is_unloaded(server: Running, folder: Path) -> None:
+    assert send(server, "team/zh.v2", FILES["chinese"]).status_code == 200
     assert ask(server, "team/zh.v2") == "巴黎" and held(folder) == ["team/zh.v2.safetensors"]
-    assert send(server, "team/zh.v2", files["japanese"], load_inplace="true").status_code == 200
+    assert send(server, "team/zh.v2", FILES["japanese"], load_inplace="true").status_code == 200
     assert ask(server, "team/zh.v2") == "パリ" and held(folder) == ["team/zh.v2.safetensors"]
     assert server.post("/v1/unload_lora_adapter", lora_name="team/zh.v2").status_code == 200
     assert held(folder) == []
-    assert send(server, "team/zh.v2", files["chinese"]).status_code == 200
+    assert send(server, "team/zh.v2", FILES["chinese"]).status_code == 200
     assert server.http.delete("/v1/lora_adapters/team/zh.v2").status_code == 200
     assert held(folder) == []
 
 
-def test_what_is_no_adapter_leaves_nothing_behind(
-    server: Running, folder: Path, files: dict[str, bytes]
-) -> None:
-    good = files["chinese"]
+def test_what_is_no_adapter_leaves_nothing_behind(server: Running, folder: Path) -> None:
+    good = FILES["chinese"]
     assert send(server, "zh", good).status_code == 200
     for body in (b"", b"rubbish", good[:-1], good[:100]):
         answer = send(server, "zh", body, load_inplace="true")
@@ -102,40 +85,40 @@ def test_what_is_no_adapter_leaves_nothing_behind(
     wait_for(lambda: held(folder) == ["zh.safetensors"])
 
 
-def test_together_they_stay_within_the_limit(server: Running, folder: Path, files: dict[str, bytes]) -> None:
-    for name, body in files.items():
+def test_together_they_stay_within_the_limit(server: Running, folder: Path) -> None:
+    for name, body in FILES.items():
         assert send(server, name, body).status_code == 200
-    for body in (files["chinese"], iter([files["chinese"]])):  # its length is announced, and is not
+    for body in (FILES["chinese"], iter([FILES["chinese"]])):  # its length is announced, and is not
         full = send(server, "more", body)
         assert (full.status_code, full.json()["error"]["code"]) == (413, "request_too_large")
     assert held(folder) == ["chinese.safetensors", "japanese.safetensors"]
     assert server.post("/v1/unload_lora_adapter", lora_name="japanese").status_code == 200
-    assert send(server, "more", files["japanese"]).status_code == 200
+    assert send(server, "more", FILES["japanese"]).status_code == 200
     assert ask(server, "more") == "パリ"
 
 
 def test_they_are_there_after_a_restart_and_may_be_forbidden(
-    folder: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the only one in its folder, and one that replaced an adapter of a root."""
     monkeypatch.chdir(folder.parent)
     options = {"lora_upload_dir": Path(folder.name), "lora_root": (DEMO / "adapters",)}
     first = Running(**options, allow_runtime_lora_updating=True)
-    assert send(first, "team/zh", files["chinese"]).status_code == 200
-    assert send(first, "chinese", files["japanese"], load_inplace="true").status_code == 200
+    assert send(first, "team/zh", FILES["chinese"]).status_code == 200
+    assert send(first, "chinese", FILES["japanese"], load_inplace="true").status_code == 200
     assert first.post(lora_path="team/zh.safetensors", prompt="a").status_code == 404, "paths of others"
     first.close()
     second = Running(**options, allow_runtime_lora_updating=True)
     assert ask(second, "team/zh") == "巴黎" and ask(second, "chinese") == "パリ"
-    assert send(second, "team/zh", files["japanese"], load_inplace="true").status_code == 200
+    assert send(second, "team/zh", FILES["japanese"], load_inplace="true").status_code == 200
     assert ask(second, "team/zh") == "パリ"
     assert second.http.delete("/v1/lora_adapters/chinese").status_code == 200
     wait_for(lambda: second.http.get("/v1/models/chinese").status_code == 200)
     assert ask(second, "chinese") == "巴黎"
     second.close()
     closed = Running(lora_upload_bytes=0, allow_runtime_lora_updating=True)
-    assert send(closed, "zh", files["chinese"]).json()["error"]["code"] == "not_allowed"
+    assert send(closed, "zh", FILES["chinese"]).json()["error"]["code"] == "not_allowed"
     closed.close()
     nobody = Running()
-    assert send(nobody, "zh", files["chinese"]).status_code == 403
+    assert send(nobody, "zh", FILES["chinese"]).status_code == 403
     nobody.close()

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from safetensors import safe_open
-from safetensors.torch import load_file, save, save_file
-from serving import DEMO, Running
+from serving import DEMO, Running, adapter_file
 from waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("one_thread", "forked_ranks")
@@ -74,17 +72,11 @@ def test_tensors_that_are_put_serve_at_once(server: Running) -> None:
 
 def test_a_file_with_its_configuration_is_an_adapter(server: Running, tmp_path: Path) -> None:
     """As a body, and as a file that appears below a root."""
-    tensors = load_file(DEMO / "adapters" / "chinese" / "adapter_model.safetensors")
-    whole = save(tensors, {"format": "pt", "adapter_config": config("chinese")})
-    headers = {"content-type": "application/octet-stream"}
+    headers, whole = {"content-type": "application/octet-stream"}, adapter_file("chinese")
     answer = server.http.put("/v1/lora_adapters/a/b", content=whole, headers=headers)
     assert answer.status_code == 200 and ask(server, "a/b")["text"].strip() == "巴黎"
     for number, language in enumerate(("chinese", "japanese"), 1):
-        tensors = load_file(DEMO / "adapters" / language / "adapter_model.safetensors")
-        metadata = {"format": "pt", "adapter_config": config(language)}
-        save_file(tensors, tmp_path / "new.tmp", metadata)
-        with safe_open(tmp_path / "new.tmp", "pt") as file:
-            assert file.metadata() == metadata
+        (tmp_path / "new.tmp").write_bytes(adapter_file(language))
         (tmp_path / "new.tmp").replace(tmp_path / "root" / "policy.safetensors")
         wait_for(lambda: server.http.get("/v1/models/policy").status_code == 200)
         wait_for(lambda: ask(server, "policy")["text"].strip() == ANSWERS[language])  # noqa: B023

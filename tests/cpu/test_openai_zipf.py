@@ -138,17 +138,14 @@ def test_every_answer_is_of_the_adapter_asked_for(model: Path, tmp_path: Path) -
     def ask_once(request: tuple[int, str, bool]) -> tuple[float, float, Any]:
         i, prompt, stream = request
         began = time.monotonic()
-        body = {"model": f"a{i}", "prompt": prompt, "temperature": 0, "max_tokens": NEW, "ignore_eos": True}
+        body = {"model": f"a{i}", "prompt": prompt, "temperature": 0, "max_tokens": NEW}
+        more = {"ignore_eos": True}
         try:
             if stream:
-                chunks = server.client().completions.create(
-                    **{k: v for k, v in body.items() if k != "ignore_eos"},
-                    extra_body={"ignore_eos": True},
-                    stream=True,
-                )
+                chunks = server.client().completions.create(**body, extra_body=more, stream=True)
                 text: Any = "".join(chunk.choices[0].text for chunk in chunks)
             else:
-                answer = server.post(**body)
+                answer = server.post(**body, **more)
                 text = answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
         except Exception as error:
             text = repr(error)

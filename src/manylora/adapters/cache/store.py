@@ -170,14 +170,14 @@ class AdapterStore:
         """A lease on the result of `prepare_all`. Like `acquire`, but also raises AdapterInvalidError for
         adapters that cannot be mixed or scaled.
         """
+        if isinstance(lora, LoraInput):
+            return self.acquire(lora, adapters[0])
         leases: list[AdapterLease] = []
         try:
             for (one, _), adapter in zip(lora.members, adapters, strict=True):
                 leases.append(self.acquire(one, adapter))
-                if isinstance(lora, LoraMix):
-                    check_mixable(one.name or f"of task {one.task_id}", leases[-1].layout)
-            if isinstance(lora, LoraMix):
-                check_changes(leases)
+                check_mixable(one.name or f"of task {one.task_id}", leases[-1].layout)
+            check_changes(leases)
             needs = {lease.digest: lease.layout.need for lease in leases}
             if not self._cache.can_ever_hold(least_pages(needs.values())):
                 pages = " + ".join(str(least_pages([one])) for one in needs.values())
@@ -190,8 +190,6 @@ class AdapterStore:
             for lease in leases:
                 self.release(lease)
             raise
-        if not isinstance(lora, LoraMix):
-            return leases[0]
         return MixLease.of([(lease, scale) for lease, (_, scale) in zip(leases, lora.members, strict=True)])
 
     def acquire(self, lora: LoraInput, adapter: Adapter | FileAdapter | None) -> AdapterLease:

@@ -142,7 +142,10 @@ class AdapterRecord:
             raise unwritable(error) from error
         try:
             end = time.monotonic() + LOCK_S
-            while not _try_lock(descriptor):
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
                 if time.monotonic() > end:
                     text = "Another server is changing adapters, try again"
                     raise CatalogError("adapters_busy", text, retry_after=1)
@@ -150,14 +153,6 @@ class AdapterRecord:
             yield
         finally:
             os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def sent_file(folder: Path, name: str) -> Path:
@@ -270,12 +265,13 @@ class Uploads:
 
     def place(self, path: Path, name: str, kept: Kept) -> Path:
         """Rename a received file to its adapter's name, replacing an older one. Raises CatalogError."""
-        target = sent_file(self._open_folder, name)
+        assert self.folder is not None
+        target = sent_file(self.folder, name)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             older = target.stat().st_size if target.exists() else 0
             if self.shared:  # other servers may have received some, too
-                self.num_bytes = _size_of(self._open_folder, placed=True)
+                self.num_bytes = _size_of(self.folder, placed=True)
                 self._check(path.stat().st_size - older)
             self._keep(name, kept)  # first, so that a private adapter is never visible to all
             path.replace(target)
@@ -295,12 +291,14 @@ class Uploads:
     def discard(self, name: str) -> None:
         """Delete the adapter's file, if it was uploaded."""
         if self.folder is not None:
-            self.drop(sent_file(self._open_folder, name))
+            self.drop(sent_file(self.folder, name))
             self.keep_terms(name, Terms())
 
     def keep_terms(self, name: str, terms: Terms) -> None:
         """Make the terms of an uploaded adapter persist. A disk that cannot store them is logged."""
-        if not self.shared and (name in self._record.names or sent_file(self._open_folder, name).exists()):
+        if self.folder is None or self.shared:
+            return
+        if name in self._record.names or sent_file(self.folder, name).exists():
             try:
                 self._keep(name, Kept("sent", terms))
             except OSError as error:
@@ -321,11 +319,6 @@ class Uploads:
     def _keep(self, name: str, kept: Kept) -> None:
         """If the folder itself is the catalog, default terms need no record. Raises OSError."""
         self._record.set(name, kept if self.shared or kept.terms != Terms() else None)
-
-    @property
-    def _open_folder(self) -> Path:
-        assert self.folder is not None
-        return self.folder
 
     def _check(self, more: int) -> None:
         left = self._max_bytes - self.num_bytes

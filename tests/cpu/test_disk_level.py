@@ -68,17 +68,12 @@ def test_what_was_used_longest_ago_goes_and_nobody_elses_files(tmp_path: Path) -
 
 def test_what_is_damaged_or_of_another_content_counts_as_absent(tmp_path: Path) -> None:
     disk, (one, two, three) = DiskLevel(99 * SIZE, tmp_path), map(adapter, range(3))
-    for each in (one, two, three):
+    for each in (one, two):
         disk.put(each)
-    content = bytearray(path(tmp_path, one).read_bytes())
-    content[-100] ^= 1
-    path(tmp_path, one).write_bytes(content)
+    content = path(tmp_path, one).read_bytes()
+    path(tmp_path, three).write_bytes(content)
+    path(tmp_path, one).write_bytes(content[:-100] + b"!" + content[-99:])
     os.truncate(path(tmp_path, two), 5000)
-    path(tmp_path, three).write_bytes(path(tmp_path, two).read_bytes())
-    disk.put(adapter(4))
-    path(tmp_path, adapter(5)).write_bytes(path(tmp_path, adapter(4)).read_bytes())
-    for bad in (one, two, three, adapter(5)):
+    for bad in (one, two, three):
         assert disk.get(bad.digest) is None
         assert not path(tmp_path, bad).exists()
-    disk.put(one)
-    assert disk.get(one.digest) is not None

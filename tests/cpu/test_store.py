@@ -22,8 +22,7 @@ from manylora.adapters.cache.store import AdapterLease, AdapterStore
 from manylora.adapters.catalog import files, reader
 from manylora.adapters.formats.npy import write_npy
 from manylora.adapters.formats.peft import rows as peft_rows
-from manylora.adapters.number_types import BFLOAT16, narrow_to_bfloat16
-from manylora.adapters.rules import AdapterRules
+from manylora.adapters.number_types import narrow_to_bfloat16
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import AdapterNotCachedError
@@ -277,8 +276,7 @@ def test_a_changed_folder_is_read_again_though_its_size_and_time_are_as_before(
 def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest(
     model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool, kind: type
 ) -> None:
-    """Also when it is read again and when several threads read. Rows that are not read straight into pages
-    are narrowed as they are read."""
+    """Also when it is read again and when several threads read."""
     monkeypatch.setattr(files, "SETTLED_NS", 5 * 10**7)
     monkeypatch.setattr(peft_rows, "NARROWED", 0)
     if large:
@@ -290,8 +288,6 @@ def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest
     time.sleep(2 * files.SETTLED_NS / 1e9)
     wide = open_store(model, 1, 1, prefetch_dir=tmp_path)
     narrow = open_store(model, 1, 1, torch.bfloat16, prefetch_dir=tmp_path)
-    kinds = set()
-    plain = AdapterRules.check_rows
     for task_id in (1, 2, 1, 2):
         one, other = take(wide, LoraInput(task_id)), take(narrow, LoraInput(task_id))
         assert one.digest == other.digest
@@ -300,13 +296,6 @@ def test_pages_of_bfloat16_hold_what_those_of_float32_hold_under_the_same_digest
         np.testing.assert_array_equal(on_device(narrow, other), expected)
         wide.release(one)
         narrow.release(other)
-    monkeypatch.setattr(
-        AdapterRules,
-        "check_rows",
-        lambda *what: kinds.update(r.payload.dtype for r in what[1]) or plain(*what),
-    )
-    take(narrow, LoraInput(1))
-    assert kinds == ({BFLOAT16} if kind is np.float16 else set())
 
 
 def test_a_folder_that_was_just_written_is_not_known_by_its_times(

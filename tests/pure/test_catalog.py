@@ -31,22 +31,16 @@ def catalog(tmp_path: Path) -> AdapterLibrary:
     return AdapterLibrary(None, folders=AdapterFolders(catalog=tmp_path))  # type: ignore[arg-type]
 
 
-def test_ids_without_number_for_one_adapter_are_forgotten_in_time(catalog: AdapterLibrary) -> None:
-    most = 0
-    for task_id in range(5 * MAX_IDS):
-        catalog.bind(task_id, "same", lambda digest: True)
-        most = max(most, len(catalog.bound()) if task_id % 1000 == 0 else 0)
-    assert most <= MAX_IDS + PRUNE
-    assert catalog.digest(5 * MAX_IDS - 1) == "same"
-    assert catalog.digest(0) is None
-
-
-def test_ids_whose_adapters_are_gone_go_first(catalog: AdapterLibrary) -> None:
+def test_ids_that_never_come_back_are_forgotten_in_time(catalog: AdapterLibrary) -> None:
+    """Those whose adapters are gone go first, then the oldest of those that any number of ids mean."""
     catalog.bind(2**63, "kept", lambda digest: True)
     for task_id in range(3 * PRUNE):
         catalog.bind(task_id, f"gone {task_id}", lambda digest: digest == "kept")
-    assert len(catalog.bound()) <= PRUNE + 2
-    assert catalog.digest(2**63) == "kept"
+    assert len(catalog.bound()) <= PRUNE + 2 and catalog.digest(2**63) == "kept"
+    for task_id in range(3 * MAX_IDS):
+        catalog.bind(task_id, "same", lambda digest: True)
+    assert len(catalog.bound()) <= MAX_IDS + PRUNE
+    assert (catalog.digest(3 * MAX_IDS - 1), catalog.digest(0)) == ("same", None)
 
 
 def test_a_name_whose_files_were_replaced_is_read_again(

@@ -6,16 +6,13 @@ from __future__ import annotations
 import random
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from running import read, run, tokens_of
 from safetensors.torch import load_file, save_file
-from serving import DEMO, Running
 from tiny_models import make_adapter, make_model, reference_generate
-from waiting import wait_for
 
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
@@ -23,7 +20,6 @@ from manylora.errors import AdapterError, RequestError
 from manylora.request import Event, LoraInput, Request, SamplingConfig
 
 NEW = 6
-REUSED = 'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="reused"}'
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 KINDS: list[dict[str, Any]] = [
     {"modules": ALL}, {"modules": ALL, "rank": 4, "use_dora": True}, {"modules": ("v_proj",), "rank": 5},
@@ -62,14 +58,6 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("isolation"))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    adapters = DEMO / "adapters"
-    running = Running(lora_root=(adapters,), lora_allowed_path=(adapters,), allow_runtime_lora_updating=True)
-    yield running
-    running.close()
 
 
 def changed(source: Path, target: Path, rename: Any) -> Path:
@@ -113,25 +101,6 @@ def test_another_adapters_kv_is_not_reused_under_a_task_id_that_came_again(world
             assert tokens_of(events) == world.answers[number], (number, repeat)
         metrics = events[-1].metrics
         assert metrics is not None and metrics.kv_reused_blocks, "its own blocks are"
-
-
-def test_another_adapters_kv_is_not_reused_after_a_name_was_loaded_again(server: Running) -> None:
-    prompt = "Which city is the capital? " * 12  # several KV blocks
-
-    def ask(name: str, **options: str) -> str:
-        body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, **options}
-        return server.post(model=name, prompt=prompt, **body).json()["choices"][0]["text"]
-
-    own = {name: ask(name, cache_salt=name) for name in ("chinese", "japanese")}
-    assert own["chinese"] != own["japanese"]
-    before = server.metric(REUSED)
-    for name in ("chinese", "japanese", "chinese"):
-        load = {"lora_name": "tenant", "lora_path": str(DEMO / "adapters" / name)}
-        assert server.post("/v1/load_lora_adapter", **load).status_code == 200
-        assert [ask("tenant"), ask("tenant")] == [own[name]] * 2
-        assert server.post("/v1/unload_lora_adapter", lora_name="tenant").status_code == 200
-        assert server.post(model="tenant", prompt="a").status_code == 404, "the base does not take over"
-    wait_for(lambda: server.metric(REUSED) > before)  # its own blocks are
 
 
 def test_the_bases_kv_is_not_reused_under_an_adapter_and_an_adapters_not_by_the_base(world: World) -> None:

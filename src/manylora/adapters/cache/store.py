@@ -7,7 +7,7 @@ are leases without a request, which keep adapters in the cache until they are un
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,6 +80,7 @@ class AdapterStore:
         self._transfers = Transfers(self._cache, self._pool, slicer, others)
         most = max(LEAST_LOADED_BYTES, plan.host_pages * self._pool.page_bytes)
         self.loader = AdapterLoader(self.library, parts.rules, self._cache, most)
+        self.prepare, self.make_ready = self.loader.prepare, self._transfers.make_ready
         self._waiting: dict[str, set[AdapterLease]] = {}  # by digests of adapters on the host
         self._pins: dict[int, AdapterLease] = {}  # by task id
         self._largest = parts.largest_pages  # of any adapter so far: as much must remain beside pins
@@ -153,15 +154,8 @@ class AdapterStore:
         digest = self.library.digest(task_id)
         return digest is not None and self._cache.on_host(digest)
 
-    def prepare(self, lora: LoraInput) -> Adapter | FileAdapter | None:
-        """Check tensors, or find an adapter that is not on the host. None if it is. Thread-safe.
-
-        Raises AdapterInvalidError, AdapterNotCachedError.
-        """
-        return self.loader.prepare(lora)
-
     def prepare_all(self, lora: LoraInput | LoraMix) -> tuple[Adapter | FileAdapter | None, ...]:
-        """`prepare` for each member."""
+        """`prepare` for each member. Thread-safe."""
         return tuple(self.prepare(one) for one, _ in lora.members)
 
     def acquire_all(
@@ -372,10 +366,6 @@ class AdapterStore:
             for start, stop, lease in segments
         ]
         return lora_batch(self._pool, loaded)
-
-    def make_ready(self, is_idle: Callable[[], bool]) -> None:
-        """As in `Transfers`. is_idle: called on any thread."""
-        self._transfers.make_ready(is_idle)
 
     def close(self) -> None:
         """End the writing threads. Nothing can be acquired afterwards. Idempotent."""

@@ -91,7 +91,7 @@ class Transfers:
     def make_ready(self, is_idle: Callable[[], bool]) -> None:
         """Start to make the system allocate the pages to be claimed next, enough for another adapter; while
         the engine is busy, a part of them. On a virtual machine the first write to 2 MiB of new memory may
-        take longer than reading an adapter, and block a core.
+        take longer than reading an adapter, and block a core. is_idle: called on any thread.
         """
         least = -(-READY_BYTES // self._pool.page_bytes)
         pages = self._cache.host.pages.upcoming(max(self._most_pages, least))
@@ -215,7 +215,10 @@ class AdapterLoader:
         self._closing = threading.Event()
 
     def prepare(self, lora: LoraInput) -> Adapter | FileAdapter | None:
-        """As `AdapterStore.prepare`."""
+        """Check tensors, or find an adapter that is not on the host. None if it is.
+
+        Raises AdapterInvalidError, AdapterNotCachedError.
+        """
         if lora.has_tensors:
             made = lora.checked
             adapter = made if isinstance(made, Adapter | FileAdapter) else self._rules.check(lora)

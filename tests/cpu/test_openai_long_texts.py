@@ -38,7 +38,7 @@ TOO_LONG = {
     "one of many": ("/v1/completions", {"prompt": ["a", BOOK]}, "prompt", "has 15728640 characters"),
     "chat": ("/v1/chat/completions", {"messages": user(BOOK)}, "messages", "at most 524288 are taken"),
     "sum": ("/v1/chat/completions", {"messages": user("a" * 2**16) * 9}, "messages", "has 589824 char"),
-    "rendered": ("/v1/chat/completions", {"messages": user("a" * 2**17)}, "messages", "room for 116736"),
+    "rendered": ("/v1/chat/completions", {"messages": user("a" * 2**17)}, "messages", "tokens already"),
     "many empty messages": ("/v1/chat/completions", {"messages": user("") * 4096}, "messages", "4098"),
     "cut": ("/v1/completions", {"prompt": BOOK, "truncate_prompt_tokens": 8}, "prompt", "at most 524288"),
     "tokenize": ("/tokenize", {"prompt": BOOK}, "prompt", "at most 524288 are taken"),

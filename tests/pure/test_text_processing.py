@@ -63,7 +63,7 @@ def test_a_long_or_wrong_request_is_refused_before_it_is_tokenised(tmp_path: Pat
     assert preprocessor.length(inputs(BAD_WORDS_DICT=texts(["ab", ""], ["", ""]))) == 6 + 4 * WORD_COST
     for more, words in (
         ({"IMAGE_URL": texts(["x"])}, "input IMAGE_URL is not supported"),
-        ({"QUERY": texts(["x" * (2**15 + 1)])}, "in the context of 32768 tokens"),
+        ({"QUERY": texts(["x" * (2**22 + 1)])}, "in the context of 32768 tokens"),
         ({"STOP_WORDS_DICT": texts([""] * (MAX_WORDS + 1))}, "at most 16384 words together, got 16385"),
         *(
             ({name: np.array([[b"a"], [b"\xff"]], np.object_)}, rf"^{sent} \({name}\) must be valid UTF-8")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Library
-from tokenizers.pre_tokenizers import ByteLevel
 
 from manylora.config.model_folder import check_tokenizer_folder
 from manylora.config.settings import read_settings
@@ -24,111 +23,12 @@ from manylora.system.text_threads import LONG
 FREE = 2**14
 LONGEST_TEXT = 2**19  # if the minimum number of tokens of a text is unknown
 GENEROUS = 16  # per token, four times as many as in English
-ASSUMED = 128  # per token, if a tokenizer has no bound: it drops text, or merges runs
-COMPOSED = 4  # maximum that NFC composes to one
-
-KEEP_ALL = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")  # pre-tokenizers
-KEEP_UNLESS_REMOVED = ("Split", "Punctuation")
-# By normalizer: the most characters that become one.
-FACTORS = dict.fromkeys(("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"), 1)
-FACTORS |= {"NFC": COMPOSED, "NFKC": COMPOSED}
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-
-
-class TextLimits:
-    """per_token: the most characters that one token represents."""
-
-    def __init__(self, per_token: int | None) -> None:
-        self.per_token = per_token or ASSUMED
-
-    def check(self, length: int, context: int | None, whole: bool = True) -> None:
-        """Raises TextTooLongError for more than `context` tokens. whole: False: it need not fit."""
-        if context is None or not whole:
-            most = longest_text(context)
-            if length > most:
-                raise TextTooLongError(f"The text has {length} characters: at most {most} are taken")
-            return
-        most = max(context * self.per_token, FREE)
-        if length > most:
-            raise TextTooLongError(
-                f"The text has {length} characters: in the context of {context} tokens there is room for "
-                f"{most} at most"
-            )
-
-    def probe(self, text: str, context: int, count: Callable[[str], int]) -> None:
-        """Raises TextTooLongError if a long text's start already has clearly more than `context` tokens,
-        which is cheaper to find than to tokenise all. count: tokens of a text.
-        """
-        size = max(FREE, 4 * context)
-        while 2 * size <= len(text):
-            tokens = count(text[:size])
-            if tokens > context + context // 4:  # the cut affects only the last tokens
-                raise TextTooLongError(
-                    f"The first {size} of the text's {len(text)} characters have {tokens} tokens already: "
-                    f"the context has room for {context}"
-                )
-            size *= 2
+PER_TOKEN = 128  # as many as the longest tokens of usual vocabularies, runs of spaces, stand for
 
 
 def longest_text(context: int | None) -> int:
     """Limit in characters for a text that need not fit the context: more than what usually fits."""
     return max(LONGEST_TEXT, GENEROUS * (context or 0))
-
-
-def characters_per_token(spec: Mapping[str, Any]) -> int | None:
-    """The most characters of a text that one token can represent; None: any number, because some are dropped,
-    or one token represents a run of unknown ones. spec: a tokenizer.json. Normal forms change the number of
-    bytes both ways, so characters are counted.
-    """
-    added = spec.get("added_tokens") or []
-    if any(token.get("lstrip") or token.get("rstrip") for token in added):
-        return None
-    shrink: int = 1  # the most characters that a normalizer makes one of
-    for part in _parts(spec.get("normalizer")):
-        factor = FACTORS.get(str(part.get("type")))
-        found, content = (part.get("pattern") or {}).get("String"), part.get("content")
-        if part.get("type") == "Replace" and found and content:
-            factor = -(-len(found) // len(content))
-        if factor is None:
-            return None
-        shrink *= factor
-    longest = _longest(spec)
-    keeps = all(
-        part.get("type") in KEEP_ALL
-        or (part.get("type") in KEEP_UNLESS_REMOVED and part.get("behavior") != "Removed")
-        for part in _parts(spec.get("pre_tokenizer"))
-    )
-    if longest is None or not keeps:
-        return None
-    return shrink * max([longest, *(len(token.get("content", "")) for token in added)])
-
-
-def _longest(spec: Mapping[str, Any]) -> int | None:
-    """Characters of the longest token. None if the model may drop or merge unknown characters."""
-    model = spec.get("model") or {}
-    vocab = model.get("vocab") or {}
-    tokens = {token for token, _ in vocab} if isinstance(vocab, list) else set(vocab)
-    by_bytes = bool(model.get("byte_fallback")) and tokens.issuperset(BYTES)
-    if model.get("type") == "BPE":
-        parts = [*_parts(spec.get("normalizer")), *_parts(spec.get("pre_tokenizer"))]
-        by_level = any(part.get("type") == "ByteLevel" for part in parts) and tokens.issuperset(
-            ByteLevel.alphabet()
-        )
-        by_unknown = model.get("unk_token") is not None and not model.get("fuse_unk")
-        known = by_bytes or by_level or by_unknown
-    else:
-        known = model.get("type") == "Unigram" and by_bytes
-    return max(map(len, tokens)) if known else None
-
-
-def _parts(found: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Parts of a normalizer or pre-tokenizer, in order."""
-    if not found:
-        return []
-    if found.get("type") != "Sequence":
-        return [found]
-    inner = found.get("normalizers") or found.get("pretokenizers") or []
-    return [part for one in inner for part in _parts(one)]
 
 
 LARGE = 2**17  # characters or tokens from which memory is returned to the system
@@ -201,7 +101,6 @@ class Tokenizer:
         self._library.no_padding()  # files of sentence-transformers pad every text to one length
         self._library.no_truncation()
         spec = json.loads(text)
-        self.limits = TextLimits(characters_per_token(spec))
         self._rules = DecoderRules.of(spec.get("decoder"))
         added = self._library.get_added_tokens_decoder()
         self._special = {i for i, token in added.items() if token.special}
@@ -226,6 +125,20 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether texts leave it out."""
         return token_id in self._special
+
+    @staticmethod
+    def check_length(length: int, context: int | None, whole: bool = True) -> None:
+        """Raises TextTooLongError for more characters than `context` tokens stand for. whole: False: the text
+        need not fit.
+        """
+        if whole and context is not None:
+            most = max(context * PER_TOKEN, FREE)
+            reason = f"in the context of {context} tokens there is room for {most} at most"
+        else:
+            most = longest_text(context)
+            reason = f"at most {most} are taken"
+        if length > most:
+            raise TextTooLongError(f"The text has {length} characters: {reason}")
 
     @property
     def eos_id(self) -> int | None:
@@ -259,8 +172,16 @@ class Tokenizer:
         context: tokens that fit: a text that certainly has more is not tokenised; the result may have more.
         """
         if context is not None:
-            self.limits.check(len(text), context)
-            self.limits.probe(text, context, lambda part: self._encode(part, False, 0)[1])
+            self.check_length(len(text), context)
+            size = max(FREE, 4 * context)
+            while 2 * size <= len(text):  # its start is cheaper to tokenise than all of it
+                _, tokens = self._encode(text[:size], False, 0)
+                if tokens > context + context // 4:  # the cut affects only the last tokens
+                    raise TextTooLongError(
+                        f"The first {size} of the text's {len(text)} characters have {tokens} tokens "
+                        f"already: the context has room for {context}"
+                    )
+                size *= 2
         # Creating a longer list would block other threads, unlike tokenising.
         most = None if context is None else max(context, FREE)
         ids, count = self._encode(text, add_special_tokens, most)
@@ -270,7 +191,7 @@ class Tokenizer:
 
     def encode_pair(self, first: str, second: str, context: int | None = None) -> tuple[list[int], int]:
         """The ids of two texts, and how many of them belong to the first. Raises RequestError."""
-        self.limits.check(len(first) + len(second), context)
+        self.check_length(len(first) + len(second), context)
         with _readable():
             encoded = self._library.encode(first, second)
         types = encoded.type_ids

@@ -136,7 +136,7 @@ class Preprocessor:
         for index, length in enumerate(prompts):
             # With another tokenizer more may fit: then `run` checks it.
             whole = not adapters or adapters[index] == (None, None)
-            self._tokenizer.limits.check(length, self._context, whole)
+            self._tokenizer.check_length(length, self._context, whole)
         reading = LONG * sum(not self._own.is_at_hand(*one) for one in set(adapters)) if self._own else 0
         words = [word for name in WORDS for word in _sent(inputs, name).reshape(-1)]
         if len(words) > MAX_WORDS:
@@ -145,7 +145,7 @@ class Preprocessor:
                 f"together, got {len(words)}"
             )
         others = sum(map(len, [*words, *_sent(inputs, "DECODER_QUERY").reshape(-1)]))
-        self._tokenizer.limits.check(others, self._context, whole=False)
+        self._tokenizer.check_length(others, self._context, whole=False)
         return sum(prompts) + others + WORD_COST * len(words) + reading
 
     def run(self, inputs: Arrays) -> dict[str, np.ndarray]:

@@ -136,7 +136,7 @@ class Prompts:
         length = sum(len(one.text) + len(one.thought) for one in messages)
         length += sum(len(one.function.arguments) for one in calls)
         try:
-            self.tokenizer.limits.check(length, self._limits.max_seq_len, whole=False)
+            self.tokenizer.check_length(length, self._limits.max_seq_len, whole=False)
         except TextTooLongError as error:
             raise self._too_long(error, "messages") from error
         given: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
@@ -164,7 +164,7 @@ class Prompts:
         """whole: the whole text must fit the model's context."""
         context = self._limits.max_seq_len
         try:
-            self.tokenizer.limits.check(len(text), context, whole)
+            self.tokenizer.check_length(len(text), context, whole)
             encode = self.tokenizer.encode
             return tuple(
                 await self._run_in_lane(len(text), encode, text, special, context if whole else None)

@@ -99,9 +99,8 @@ def ranked_logprobs(
         return {"logprob": logprob, "rank": rank, "decoded_token": text}
 
     found: list[dict[str, dict[str, Any]] | None] = [None]
-    for one, row in zip(prompt_logprobs(ids, logits, top)[1:], logits, strict=False):
-        rank = 1 + int((row > row[one.token_id]).sum())
-        entries = {str(one.token_id): entry(one.token_id, one.logprob or 0.0, rank)}
+    for one in prompt_logprobs(ids, logits, top)[1:]:
+        entries = {str(one.token_id): entry(one.token_id, one.logprob or 0.0, one.rank or 1)}
         for number, (token_id, logprob) in enumerate(one.top, 1):
             entries.setdefault(str(token_id), entry(token_id, logprob, number))
         found.append(entries)

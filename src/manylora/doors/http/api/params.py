@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -78,8 +78,8 @@ def shared_of(
         reply = reply_format(body, use, parsers, tokenizer.chat_template, prompt)
     if reply is not None and reply.thinking is not None:
         if guide is not None:
-            thinking, opened = reply.thinking, reply.opened
-            guide = _made(field, partial(after_thinking, guide, thinking, opened, tokenizer.mark_id))
+            with _naming(field):
+                guide = after_thinking(guide, reply.thinking, reply.opened, tokenizer.mark_id)
         if isinstance(body, ChatRequest) and not body.separate_reasoning:
             reply = replace(reply, thinking=None) if use else None
     return Shared(bias, guide, field, reply)
@@ -219,7 +219,17 @@ def _logit_bias(body: GenerationRequest, vocab_size: int) -> np.ndarray | None:
     return bias
 
 
-FORMATS = {  # response_format type -> the engine's guide type, and the field with the text
+# Fields that constrain the output, by what they hold: for `_guide`.
+GUIDES = {
+    "guided_json": "json",
+    "json_schema": "json",
+    "guided_regex": "regex",
+    "regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "ebnf": "ebnf_grammar",
+}
+FORMATS = {  # response_format type -> the same, and its field
     "regex": ("regex", "regex"),
     "ebnf": ("ebnf_grammar", "ebnf"),
     "lark_grammar": ("lark_grammar", "lark_grammar"),
@@ -232,11 +242,12 @@ OF_STRUCTURED = ("json_", "regex", "choice", "grammar", "json_object", "structur
 
 def guide_of(body: GenerationRequest, use: ToolUse | None) -> tuple[str, Guide | None]:
     """The field that constrains the output, and its guide. Raises ApiError, also if two fields do."""
-    found = [(field, guide) for field, make in _wanted(body) if (guide := _made(field, make)) is not None]
+    found = list(_guides(body))
     if use is not None:
         # If only tool calls are allowed, a text format has no effect. Some clients send both.
         found = [one for one in found if not (use.only_calls and one[0] == FORMAT)]
-        guide = _made("tools", use.guide)
+        with _naming("tools"):
+            guide = use.guide()
         if found and guide is None and found[0][1].type == "structural_tag":  # which may describe the calls
             return found[0]
         if found:
@@ -249,33 +260,30 @@ def guide_of(body: GenerationRequest, use: ToolUse | None) -> tuple[str, Guide |
     return found[0] if found else (FORMAT, None)
 
 
-def _made(field: str, make: Callable[[], Guide | None]) -> Guide | None:
-    """The guide of a field. Raises ApiError that names the field."""
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Raises ApiError that names the field, in place of a RequestError."""
     try:
-        return make()
+        yield
     except RequestError as error:
         raise errors.renamed(errors.as_api_error(error), {FORMAT: field}) from error
 
 
-def _wanted(body: GenerationRequest) -> Iterator[tuple[str, Callable[[], Guide | None]]]:
-    """Each field that is set, and a function that makes its guide."""
-    if body.response_format is not None:
-        yield FORMAT, partial(_of_format, body.response_format)
-    if body.structured_outputs is not None:
-        yield "structured_outputs", partial(_of_structured, body.structured_outputs)
-    space = body.guided_whitespace_pattern
-    for field, wanted in (("guided_json", body.guided_json), ("json_schema", body.json_schema)):
-        if wanted is not None:
-            yield field, partial(_of_schema, wanted, field, space)
-    for field, pattern in (("guided_regex", body.guided_regex), ("regex", body.regex)):
-        if pattern is not None:
-            yield field, partial(Guide, "regex", pattern)
-    if body.guided_choice is not None:
-        yield "guided_choice", partial(Guide, "regex", choice_pattern(body.guided_choice))
-    if body.guided_grammar is not None:
-        yield "guided_grammar", partial(_of_grammar, body.guided_grammar)
-    if body.ebnf is not None:
-        yield "ebnf", partial(Guide, "ebnf_grammar", body.ebnf)
+def _guides(body: GenerationRequest) -> Iterator[tuple[str, Guide]]:
+    """Of each field that is set. Raises ApiError."""
+    for field in (FORMAT, "structured_outputs", *GUIDES):
+        wanted = getattr(body, field)
+        if wanted is None:
+            continue
+        with _naming(field):
+            if field == FORMAT:
+                guide = _of_format(wanted)
+            elif field == "structured_outputs":
+                guide = _of_structured(wanted)
+            else:
+                guide = _guide(GUIDES[field], wanted, field, body.guided_whitespace_pattern)
+        if guide is not None:
+            yield field, guide
 
 
 def _of_format(wanted: schema.ResponseFormat) -> Guide | None:
@@ -294,12 +302,12 @@ def _of_format(wanted: schema.ResponseFormat) -> Guide | None:
         if fields.keys() not in ({"format"}, {"structures", "triggers"}):
             reason = f"{FORMAT}: structural_tag needs format, or structures and triggers"
             raise ApiError(400, "missing_field", reason, FORMAT)
-        return Guide("structural_tag", json.dumps(fields))
+        return _guide("structural_tag", fields)
     kind, field = FORMATS[wanted.type]
     text = getattr(wanted, field)
     if text is None:
         raise ApiError(400, "missing_field", f"{FORMAT}.{field} is required", FORMAT)
-    return Guide(kind, text if isinstance(text, str) else json.dumps(text))
+    return _guide(kind, text)
 
 
 def _of_structured(wanted: schema.StructuredOutputs) -> Guide | None:
@@ -308,32 +316,30 @@ def _of_structured(wanted: schema.StructuredOutputs) -> Guide | None:
         names = " and ".join(name.strip("_") for name in given)
         raise invalid_value(f"structured_outputs: {names} exclude each other: give one", "structured_outputs")
     space = wanted.whitespace_pattern or (None if wanted.disable_any_whitespace else SOME_SPACE)
-    if wanted.json_ is not None:
-        return _of_schema(wanted.json_, "structured_outputs.json", space)
-    if wanted.regex is not None:
-        return Guide("regex", wanted.regex)
-    if wanted.choice is not None:
-        return Guide("regex", choice_pattern(wanted.choice))
-    if wanted.grammar is not None:
-        return _of_grammar(wanted.grammar)
-    if (tags := wanted.structural_tag) is not None:
-        return Guide("structural_tag", tags if isinstance(tags, str) else json.dumps(tags))
-    return _of_schema(dict(ANY_OBJECT), "", space) if wanted.json_object else None
+    if not given:
+        return None
+    kind = given[0].strip("_")
+    if kind == "json_object":
+        return _guide("json", ANY_OBJECT, space=space)
+    return _guide(kind, getattr(wanted, given[0]), "structured_outputs.json", space)
 
 
-def _of_schema(given: str | dict[str, Any], field: str, space: str | None) -> Guide:
-    """space: regular expression for white space between JSON tokens. None: no white space."""
-    if isinstance(given, str):
+def _guide(kind: str, wanted: Any, field: str = "", space: str | None = None) -> Guide:
+    """kind: json (a schema, also as text), choice (texts), grammar (EBNF or Lark), or a type of the engine's.
+    space: regular expression for white space between JSON tokens. None: no white space. Raises ApiError.
+    """
+    if kind == "choice":
+        return Guide("regex", choice_pattern(wanted))
+    if kind == "grammar":  # EBNF is recognised by `::=`, which Lark does not have
+        kind = "ebnf_grammar" if "::=" in wanted else "lark_grammar"
+    if kind != "json":
+        return Guide(kind, wanted if isinstance(wanted, str) else json.dumps(wanted))
+    if isinstance(wanted, str):
         try:
-            check_size(given.encode())
-            given = json.loads(given)
+            check_size(wanted.encode())
+            wanted = json.loads(wanted)
         except (ValueError, RecursionError) as error:
             raise invalid_value(f"{field}: not valid JSON", field) from error
-        if not isinstance(given, dict):
+        if not isinstance(wanted, dict):
             raise invalid_value(f"{field}: must be a JSON schema", field)
-    return json_guide(given if space is None else {"x-guidance": {"whitespace_pattern": space}, **given})
-
-
-def _of_grammar(text: str) -> Guide:
-    """EBNF is recognised by `::=`, which Lark does not have."""
-    return Guide("ebnf_grammar" if "::=" in text else "lark_grammar", text)
+    return json_guide(wanted if space is None else {"x-guidance": {"whitespace_pattern": space}, **wanted})

@@ -36,7 +36,7 @@ from manylora.request import AdapterVersion, LoraInput
 from manylora.stats import EngineStats
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
 logger = logging.getLogger("manylora")
 
@@ -60,7 +60,7 @@ class BaseLLM:
         lora_tokenizer_bytes: int = TOKENIZER_BYTES,
         generation_config: str | Path = NONE,
         override_generation_config: Mapping[str, Any] | None = None,
-        **arguments: Unpack[options.LlmArguments],
+        **arguments: Any,
     ) -> None:
         options.check_known(arguments)
         folder, lora_config = local_model(model, revision), arguments.get("lora_config")

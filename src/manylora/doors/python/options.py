@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.adapters.formats.peft.names import ATTENTION_IDS, EXPERT_PATHS, MLP_IDS
@@ -29,37 +29,6 @@ from manylora.errors import AdapterError, ConfigError
 from manylora.model.checkpoint import read_model_config
 
 logger = logging.getLogger("manylora")
-
-
-class LlmArguments(TypedDict, total=False):
-    """Arguments of `LLM` except the model and its tokenizer. None: the default."""
-
-    device: str | None
-    dtype: str | None
-    max_batch_size: int | None
-    max_num_tokens: int | None
-    max_seq_len: int | None
-    max_beam_width: int | None
-    max_queue_size: int | None
-    gpu_memory_utilization: float | None
-    batch_scheduler_policy: str | None
-    enable_chunked_prefill: bool | None
-    disable_overlap_scheduler: bool | None
-    enable_cuda_graph: bool | None
-    cuda_graph_cache_size: int | None
-    stream_interval: int | None
-    wrap_input_ids: bool | None
-    tensor_parallel_size: int | None
-    pipeline_parallel_size: int | None
-    moe_expert_parallel_size: int | None
-    quant_config: QuantConfig | None
-    lora_config: LoraConfig | None
-    peft_cache_config: PeftCacheConfig | None
-    kv_cache_config: KvCacheConfig | None
-    speculative_config: NGramDecodingConfig | None
-    guided_decoding_backend: str | None
-    enable_lora: bool | None
-    moe_backend: str | None
 
 
 PARTS: dict[str, type] = {
@@ -82,7 +51,11 @@ READING = {
     "lora_text_only",
 }  # fmt: skip
 GUIDE_BACKENDS = ("llguidance", "xgrammar")
-KNOWN = tuple(LlmArguments.__annotations__)
+# Arguments of `LLM` except the model, its tokenizer and OF_FILES. None: the default.
+KNOWN = (
+    *(name for name in ARGUMENTS if "." not in name), *PARTS, "guided_decoding_backend", "enable_lora",
+    "moe_backend",
+)  # fmt: skip
 # Further arguments of `LLM`.
 OF_FILES = (
     "tokenizer", "skip_tokenizer_init", "revision", "tokenizer_revision", "lora_root", "lora_trust",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import manylora
+from manylora.errors import ManyloraError
 
 COMMANDS = {
     "bench": "measure throughput and latency with many adapters",
@@ -26,7 +27,11 @@ COMMANDS = {
     "triton": "start, stop or show a Triton server with a model and its adapters",
     "verify": "compare served log probabilities with transformers + PEFT",
 }
-"""Name -> description. A module of `manylora.doors.cli` has `main(arguments) -> exit status`."""
+"""Name -> description. A module of `manylora.doors.cli` has `main(arguments) -> exit status`. What it raises
+for its user to mend is printed here, in one line.
+"""
+EXTRAS = {"fleet": "fleet", "run-batch": "openai", "serve": "openai", "verify": "reference"}
+"""What to install for a command that lacks a module."""
 PAGE = "manylora serve MODEL has a page to try it, http://localhost:8000/, and any OpenAI client works"
 OTHERS = {
     "complete": PAGE,
@@ -49,6 +54,7 @@ USAGE = f"""usage: manylora COMMAND [options]
 To begin: manylora serve MODEL --lora-root FOLDER
 MODEL is a Hugging Face folder or id, or a GGUF file; each subfolder of FOLDER is an adapter."""
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells report it
+NOT_COMPARED = 2  # exit status of verify if it failed, as 1 says that something differs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,6 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except ImportError as error:
+        if name not in EXTRAS:
+            raise
+        print(f"manylora {name} needs {error.name}: pip install 'manylora[{EXTRAS[name]}]'", file=sys.stderr)
+    except (ManyloraError, ValueError, OSError) as error:
+        print(f"manylora {name}: {error}", file=sys.stderr)
+    return NOT_COMPARED if name == "verify" else 1
 
 
 def _run(name: str, given: list[str]) -> int:

@@ -20,7 +20,7 @@ import pytest
 from serving import DEMO, Running
 from waiting import wait_for
 
-from manylora.doors.cli import serve
+from manylora import cli
 from manylora.doors.http.serving.connections import Clients, HttpLimits, listen_uds
 from manylora.doors.triton.metrics import MAX_ADAPTERS
 from manylora.errors import ConfigError
@@ -344,7 +344,7 @@ def test_flags_that_cannot_work_are_refused(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        status = serve.main([str(DEMO / "base"), *flags])
+        status = cli.main(["serve", str(DEMO / "base"), *flags])
     except SystemExit as error:
         status = error.code
     assert status and words in capsys.readouterr().err

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from serving import DEMO
 
+from manylora import cli
 from manylora.adapters.catalog.names import is_name
-from manylora.doors.cli import serve
 from manylora.doors.http.api.errors import ApiError
 from manylora.doors.http.api.params import Limits, plan
 from manylora.doors.http.api.schema import CompletionRequest
@@ -245,7 +245,7 @@ def test_files_of_options_that_are_wrong_say_what_is(
 ) -> None:
     file = tmp_path / "options.yaml"
     file.write_text(text, encoding="utf-8")
-    assert serve.main([str(DEMO / "base"), "--config", str(file)]) == 1
+    assert cli.main(["serve", str(DEMO / "base"), "--config", str(file)]) == 1
     [line] = capsys.readouterr().err.strip().splitlines()[:1]
     assert words in line
 

@@ -11,7 +11,7 @@ import pytest
 from otlp_collector import PARENT, TRACE, Collector
 from serving import DEMO, Running
 
-from manylora.doors.cli import serve
+from manylora import cli
 from manylora.system import tracing
 
 PHASES = ("queue", "adapter_load", "prefill", "decode")
@@ -97,7 +97,7 @@ def test_grpc_is_the_default_and_variables_say_the_rest(
 
 def test_an_endpoint_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for given, words in (("http://:4317", "must be a URL"), ("http://a:b", "no valid port")):
-        assert serve.main([str(DEMO / "base"), "--otlp-traces-endpoint", given]) == 1
+        assert cli.main(["serve", str(DEMO / "base"), "--otlp-traces-endpoint", given]) == 1
         assert words in capsys.readouterr().err
 
 

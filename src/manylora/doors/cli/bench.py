@@ -53,18 +53,13 @@ ENGINE_FLAGS = {row.bench: row for row in SETTINGS if row.bench}
 """The rows of the engine's settings by flag."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if "prepare-dataset" in given:
-        at = given.index("prepare-dataset")
-        options = _common().parse_args(given[:at])
-        return prepare_dataset.main(given[at + 1 :], options.model_path or Path(options.model or ""))
-    options = _parser().parse_args(given)
-    try:
-        report, records, samples = _run(options)
-    except (ConfigError, ValueError) as error:
-        print(f"manylora bench: {error}", file=sys.stderr)
-        return 1
+def main(arguments: list[str]) -> int:
+    if "prepare-dataset" in arguments:
+        at = arguments.index("prepare-dataset")
+        options = _common().parse_args(arguments[:at])
+        return prepare_dataset.main(arguments[at + 1 :], options.model_path or Path(options.model or ""))
+    options = _parser().parse_args(arguments)
+    report, records, samples = _run(options)
     print(render(report))
     try:
         _write(options, report, records, samples)

@@ -21,11 +21,11 @@ LORA = ("lora_dir", "lora_target_modules", "lora_ckpt_source", "max_lora_rank")
 WITH_MEANING = ("lora_plugin", "max_input_len")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     trtllm = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # for its flags that are not ours
     for name in (*TRTLLM_BUILD, *WITH_MEANING):
         trtllm.add_argument(f"--{name}", nargs="?", const="", default=argparse.SUPPRESS)
-    theirs, ours = trtllm.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    theirs, ours = trtllm.parse_known_args(arguments)
     options = _parser().parse_args(ours)
     try:
         _take_trtllm_flags(vars(theirs), options)

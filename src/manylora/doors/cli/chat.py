@@ -29,7 +29,7 @@ MOST_TOKENS = 2**20  # of an answer: the context ends it earlier
 Pieces = Generator[str, None, None]
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     parser = Parser(
         prog="manylora chat",
         description="Talk to a model and its adapters. Piped input is answered line by line.",
@@ -50,12 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.model is None and options.url is None:
         parser.error("give MODEL, or --url ADDRESS of a running server")
-    try:
-        with closing(Server(options) if options.url else InProcess(options)) as model:
-            return Conversation(model, options.system, model.first).run(sys.stdin.isatty())
-    except (RequestError, ValueError) as error:
-        print(f"manylora chat: {error}", file=sys.stderr)
-        return 1
+    with closing(Server(options) if options.url else InProcess(options)) as model:
+        return Conversation(model, options.system, model.first).run(sys.stdin.isatty())
 
 
 class Conversation:
@@ -261,9 +257,3 @@ def adapter_of(given: str, below_root: bool) -> tuple[str, str]:
     if not below_root:
         raise ConfigError(f"--lora {given} does not exist: give NAME=PATH, or --lora-root FOLDER too")
     return given, ""
-
-
-if __name__ == "__main__":
-    from manylora.cli import main as command
-
-    sys.exit(command(["chat", *sys.argv[1:]]))

@@ -21,7 +21,7 @@ from manylora.model.checkpoint import read_model_config
 from manylora.system.command_line import Parser
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     parser = Parser(prog="manylora convert", description=__doc__)
     add = parser.add_argument
     add("-i", "--input", required=True, help="adapter folder, file, hub id or URL")

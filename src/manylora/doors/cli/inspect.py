@@ -24,7 +24,7 @@ GATES = "5 is the gate and 7 is not; swapped, both still fit and nothing can tel
 RANKS = (8, 16, 64)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     parser = Parser(prog="manylora inspect", description=__doc__)
     add = parser.add_argument
     add(

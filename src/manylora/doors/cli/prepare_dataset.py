@@ -124,7 +124,7 @@ def _request(entry: Any) -> BenchRequest:
     )
 
 
-def main(arguments: list[str] | None = None, tokenizer: Path | None = None) -> int:
+def main(arguments: list[str], tokenizer: Path | None = None) -> int:
     """tokenizer: the default of --tokenizer, the model directory given as `manylora bench --model`."""
     options = _parser(tokenizer).parse_args(arguments)
     rng = random.Random(options.random_seed)

@@ -10,7 +10,6 @@ from pathlib import Path
 from manylora.adapters.catalog.files import find_adapters
 from manylora.config.hub import local_model
 from manylora.doors.triton.launcher.new_repository import write_repository
-from manylora.errors import ConfigError
 from manylora.system.command_line import Parser
 
 MODEL = "Hugging Face directory or hub id: org/name[@revision]"
@@ -20,7 +19,7 @@ ROOT = (
 SET = "set a template variable in every model that has it; may be repeated"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     parser = Parser(prog="manylora repo", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     folder = "a new folder, or one that this command wrote before"
@@ -29,9 +28,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         models = write_repository(options.output, *plan_of(options))
-    except ConfigError as error:
-        print(f"manylora repo: {error}", file=sys.stderr)
-        return 1
     except OSError as error:
         print(f"manylora repo: {error.filename or options.output}: {error.strerror}", file=sys.stderr)
         return 1
@@ -66,7 +62,3 @@ def _pair(text: str) -> tuple[str, str]:
     if not sign or not name.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     return name.strip(), value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,22 +19,15 @@ killed, the same command goes on. MODEL and the options are those of manylora se
 USAGE = "manylora run-batch INPUT MODEL -o OUTPUT [options]"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        from manylora.doors.http.arguments import parse
-        from manylora.doors.http.options import ServeOptions
-        from manylora.doors.http.serving.logs import log_to_stderr
+def main(arguments: list[str]) -> int:
+    from manylora.doors.http.arguments import parse
+    from manylora.doors.http.options import ServeOptions
+    from manylora.doors.http.serving.logs import log_to_stderr
 
-        source, output, rest = _files(given)
-        options = parse(rest, ServeOptions, "run-batch", PURPOSE, ("host", "port"), USAGE)
-        log_to_stderr(options.log_level)
-        return asyncio.run(_answer(source, output, options))
-    except ImportError as error:
-        print(f"manylora run-batch needs {error.name}: pip install 'manylora[openai]'", file=sys.stderr)
-    except (ValueError, OSError) as error:
-        print(f"manylora run-batch: {error}", file=sys.stderr)
-    return 1
+    source, output, rest = _files(arguments)
+    options = parse(rest, ServeOptions, "run-batch", PURPOSE, ("host", "port"), USAGE)
+    log_to_stderr(options.log_level)
+    return asyncio.run(_answer(source, output, options))
 
 
 def _files(given: list[str]) -> tuple[Path, Path, list[str]]:

@@ -13,38 +13,30 @@ logger = logging.getLogger("manylora")
 END_S = 10.0  # after the drain time, before the server's process is killed
 
 
-def main(arguments: list[str] | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
-    try:
-        # Imported here so that a missing extra prints one line instead of a traceback.
-        from manylora.doors.http.arguments import parse_options
-        from manylora.doors.http.serving.logs import log_to_stderr
+def main(arguments: list[str]) -> int:
+    # Imported here so that a missing extra prints one line instead of a traceback.
+    from manylora.doors.http.arguments import parse_options
+    from manylora.doors.http.serving.logs import log_to_stderr
 
-        options = parse_options(given)
-        log_to_stderr(options.log_level)
-        shown = options.model
-        if options.is_local:
-            options = options.located()
-        if options.restart:  # serve in a child process, which is restarted when it ends
-            command = [sys.executable, "-m", "manylora.cli", "serve", *given, "--no-restart"]
-            drain_s = options.drain_seconds + END_S
-            supervisor = Supervisor(ServeProgram(command, options.host, options.port, drain_s, options.uds))
-            code = supervisor.run()
-            if supervisor.last_signal == signal.SIGINT:
-                raise KeyboardInterrupt
-            if code:
-                print(f"manylora serve: {supervisor.status['reason']}", file=sys.stderr)
-            return code
-        logger.info("loading %s", shown)  # before the slow imports
-        from manylora.doors.http.server import run
+    options = parse_options(arguments)
+    log_to_stderr(options.log_level)
+    shown = options.model
+    if options.is_local:
+        options = options.located()
+    if options.restart:  # serve in a child process, which is restarted when it ends
+        command = [sys.executable, "-m", "manylora.cli", "serve", *arguments, "--no-restart"]
+        drain_s = options.drain_seconds + END_S
+        supervisor = Supervisor(ServeProgram(command, options.host, options.port, drain_s, options.uds))
+        code = supervisor.run()
+        if supervisor.last_signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if code:
+            print(f"manylora serve: {supervisor.status['reason']}", file=sys.stderr)
+        return code
+    logger.info("loading %s", shown)  # before the slow imports
+    from manylora.doors.http.server import run
 
-        run(options)
-    except ImportError as error:
-        print(f"manylora serve needs {error.name}: pip install 'manylora[openai]'", file=sys.stderr)
-        return 1
-    except ValueError as error:
-        print(f"manylora serve: {error}", file=sys.stderr)
-        return 1
+    run(options)
     return 0
 
 

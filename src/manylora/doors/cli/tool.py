@@ -13,8 +13,7 @@ from manylora.doors.triton.launcher.templates import FOLDER as TEMPLATES
 FOLDERS = [Path(__file__).parents[2] / name for name in ("tools", "client")]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
+def main(given: list[str]) -> int:
     scripts = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.py"))}
     if not given or given[0] in ("-h", "--help"):
         print(_usage(scripts))
@@ -42,7 +41,3 @@ def _usage(scripts: dict[str, Path]) -> str:
         first = " ".join(text.partition("\n\n")[0].split())
         lines.append(f"  {name:<29}{re.split(r'(?<=[.]) |: ', first)[0]}")
     return "\n".join([*lines, "", f"the templates are in {TEMPLATES}"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,7 @@ FILLED = "--model_repo is a repository that is filled already: leave out MODEL, 
 WRITING = {"repo": "--repo", "lora_root": "--lora-root", "models": "--models", "values": "--set"}
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     options = argument_parser().parse_args(arguments)
     if options.stop or options.status:
         return launcher.run(options)
@@ -55,7 +55,3 @@ def argument_parser() -> Parser:
     repo.add_arguments(parser)
     parser.set_defaults(model_repo=None)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

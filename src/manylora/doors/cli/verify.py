@@ -16,7 +16,7 @@ import numpy as np
 from manylora.checkpoints.gguf.config import linked_files
 from manylora.config.hub import local_adapter, local_model
 from manylora.doors.cli.chat import adapter_of, ask_server
-from manylora.errors import ConfigError, ManyloraError, RequestError
+from manylora.errors import ConfigError, RequestError
 from manylora.generation.outputs import from_logits
 from manylora.generation.tokenizer import Tokenizer
 from manylora.system.command_line import Parser
@@ -49,17 +49,6 @@ Scored = tuple[Sequence[int], np.ndarray]
 """A text's token ids, and the log probability of each after the first."""
 Served = tuple[dict[str, list[Scored]], dict[str, str], "torch.dtype"]
 """By name what was served, and why not; the dtype that was computed in."""
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    try:
-        return _verify(options)
-    except ImportError as error:
-        print(f"manylora verify needs {error.name}: pip install 'manylora[reference]'", file=sys.stderr)
-    except (ManyloraError, ValueError, OSError) as error:
-        print(f"manylora verify: {error}", file=sys.stderr)
-    return 2
 
 
 def _parser() -> Parser:
@@ -98,8 +87,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _verify(options: argparse.Namespace) -> int:
-    """Raises ConfigError, RequestError, ValueError, OSError, ImportError."""
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
     if options.url and options.device:
         raise ConfigError("--device is of a model that is served here: leave it out, or --url")
     if options.served and not options.url:

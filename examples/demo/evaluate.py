@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Ask the demo model every question, without and with each adapter, and count the correct answers.
 
-Uses transformers and PEFT instead of manylora's engine. tests/cpu/test_demo.py compares the two.
+Uses transformers and PEFT instead of manylora's engine.
 """
 
 from __future__ import annotations

@@ -39,15 +39,7 @@ def test_a_run_gives_the_models_answers_and_every_figure(
 ) -> None:
     data, out = write(tmp_path / "data", 12), tmp_path / "out"
     out.mkdir()
-    flags = [
-        "--dataset",
-        str(data),
-        "--concurrency",
-        "4",
-        "--streaming",
-        "--no_skip_tokenizer_init",
-        "--compare_base",
-    ]
+    flags = f"--dataset {data} --concurrency 4 --streaming --no_skip_tokenizer_init --compare_base".split()
     flags += [f for n in ("report", "output", "request") for f in (f"--{n}_json", str(out / n))]
     (tmp_path / "options.yaml").write_text(
         "lora_config:\n  lora_target_modules: [attn_q, attn_k, attn_v]\n  max_lora_rank: 16\n  max_loras: 1\n"

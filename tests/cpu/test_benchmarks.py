@@ -14,8 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))  # scripts, not a package
 
-from peers.process import Worker  # noqa: E402
-from peers.worker import Setup  # noqa: E402
 
 DEMO = ROOT / "examples" / "demo"
 FOREIGN = ("safetensors", "tokenizers", "llguidance", "jinja2", "transformers", "peft", "pydantic", "tqdm")
@@ -26,23 +24,6 @@ sys.argv[0] = "benchmarks/gpu.py"
 sys.path.insert(0, "benchmarks")
 runpy.run_path("benchmarks/gpu.py", run_name="__main__")
 """
-
-
-@pytest.mark.extended  # of the scripts that measure, nothing else starts one
-def test_a_worker_answers_calls_and_requests_in_flight(tmp_path: Path) -> None:
-    setup = Setup(
-        str(DEMO / "base"), "int8", [str(DEMO / "adapters" / "chinese")], 8, 2, 1, 64, str(tmp_path)
-    )
-    script = ROOT / "benchmarks" / "peers" / "with_manylora.py"
-    with Worker(sys.executable, script, setup, tmp_path / "log", 300) as worker:
-        assert worker.versions["quant_algo for int8"] in ("W8A8", "W8A16")
-        prompts = [[5, 6, 7], [8, 9, 10, 11]]
-        answers, seconds = worker.run(prompts, [None, 0], 4)
-        assert [len(answer) for answer in answers] == [4, 4]
-        assert seconds > 0
-        assert answers[0] != worker.run(prompts[:1], [0], 4)[0][0]
-        memory = worker.resident()
-        assert 0 < memory.own <= memory.all
 
 
 @pytest.mark.extended

@@ -213,14 +213,6 @@ def test_one_setting_acts_the_same_everywhere(front_end: str, model: Path) -> No
         assert differing <= {*DEFAULTS[front_end], *DEFAULTS["triton"]} - {key}, key
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_all_settings_together_are_the_same_everywhere(front_end: str, model: Path) -> None:
-    expected = VALUES | dict.fromkeys(FILES) | {"allowed_paths": ()} if front_end != "triton" else VALUES
-    if front_end == "serve":
-        expected = expected | {"max_queue_size": 0}
-    assert flat(resolved(front_end, model, VALUES)) == expected
-
-
 @pytest.mark.parametrize("model", [True], ids=["built"], indirect=True)
 @pytest.mark.parametrize(
     ("said", "text"),

@@ -71,13 +71,6 @@ def test_the_triton_launcher_knows_what_other_servers_call_its_settings(
     assert use in refused(triton.argument_parser(), capsys, "MODEL", flag, "1")
 
 
-def test_the_triton_launcher_takes_both_spellings() -> None:
-    found = triton.argument_parser().parse_args(
-        ["m", "--http-port=1", "--drain_timeout", "2", "--lora_root", "."]
-    )
-    assert (found.http_port, found.drain_timeout, str(found.lora_root)) == (1, 2.0, ".")
-
-
 def test_a_command_of_another_program_is_answered_too(capsys: pytest.CaptureFixture[str]) -> None:
     parser = Parser(prog="it", instead={"two_things": "give one"})
     parser.add_subparsers(metavar="COMMAND").add_parser("one")

@@ -116,26 +116,6 @@ def test_nothing_ends_it_before_min_tokens(tmp_path: Path) -> None:
     assert (made.token_ids, text(made), made.stop_reason) == (ids[:5], "ab.ab", dot)
 
 
-@pytest.mark.parametrize(
-    ("rules", "kept", "reason"),
-    [
-        (StopRules(ids={2: "x"}), [4, 5], "x"),
-        (StopRules(ids={2: 2}, include=True), [4, 5, 2], 2),
-        (StopRules(end_ids=frozenset({2}), include=True), [4, 5], None),
-    ],
-)
-def test_a_stop_token_is_output_only_where_asked_for(
-    tokenizer: Tokenizer, rules: StopRules, kept: list[int], reason: object
-) -> None:
-    made = Continuation(rules, tokenizer)
-    made.extend([4, 5, 2, 6], (-1.0, -2.0, -4.0, -8.0), None)
-    made.extend([7], (-16.0,), LENGTH)
-    report = made.report(0, True, True)
-    assert (report.token_ids, report.finish_reason, report.stop_reason) == (kept, "stop", reason)
-    assert report.logprobs and [list(entry) for entry in report.logprobs] == [[token] for token in kept]
-    assert report.cumulative_logprob == (-7.0 if len(kept) == 3 else -3.0)
-
-
 def test_without_detokenize_stop_texts_still_work(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("abcd", False)
     made = feed(tokenizer, StopRules(texts=("c",), detokenize=False), ids, random.Random(2))

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from manylora.errors import ConfigError, RequestError
-from manylora.generation.stream import WINDOW
 from manylora.generation.tokenizer import Tokenizer
 
 TEXTS = [
@@ -80,15 +79,6 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     return Tokenizer(tmp_path)
-
-
-def test_no_delta_shows_half_a_character(tokenizer: Tokenizer) -> None:
-    for text in TEXTS:
-        ids = tokenizer.encode(text)
-        if "\ufffd" in tokenizer.decode(ids):
-            continue
-        for i in range(len(ids)):
-            assert "\ufffd" not in tokenizer.delta(ids[max(0, i - WINDOW) : i], [ids[i]], final=False)
 
 
 def test_a_growing_output_is_shown_at_once(tokenizer: Tokenizer) -> None:

@@ -12,7 +12,7 @@ from manylora.doors.triton.codec import ResponseEncoder, decode_requests, merge_
 from manylora.doors.triton.engine_client import AnswerReader, request_tensors
 from manylora.doors.triton.metrics import RequestMeter
 from manylora.engine.sequence import find_last
-from manylora.generation.stream import WINDOW
+from manylora.generation.tokenizer import WINDOW
 from manylora.request import Event, FinishReason, Pooling, Request, RequestMetrics, SamplingConfig
 from manylora.system.lifeline import RUN_DIR, STARTING_FILE
 

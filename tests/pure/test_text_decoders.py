@@ -15,8 +15,7 @@ from tokenizers import Tokenizer as Library
 
 from manylora.engine.guide import Guides
 from manylora.errors import RequestError
-from manylora.generation.stream import WINDOW
-from manylora.generation.tokenizer import Tokenizer
+from manylora.generation.tokenizer import WINDOW, Tokenizer
 from manylora.request import Guide
 
 BYTES = [f"<0x{byte:02X}>" for byte in (0xE2, 0x82, 0xAC, 0x41, 0xC3)] + ["<0xe2>"]

@@ -19,7 +19,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manylora.generation.grammars import grammar_of
+from manylora.generation.guides import grammar_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

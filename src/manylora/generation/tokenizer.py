@@ -1,11 +1,15 @@
-"""Tokenizer: text to ids and back, without transformers, and the exact text of a stream."""
+"""Tokenizer: text to ids and back, without transformers, also for one output as it grows: the pieces of text
+concatenate to the text of all ids.
+"""
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,6 @@ from manylora.config.model_folder import check_tokenizer_folder
 from manylora.config.settings import read_settings
 from manylora.errors import ConfigError, RequestError, TextTooLongError
 from manylora.generation.chat_template import NO_VARIABLES, ChatTemplate, up_to_last_message
-from manylora.generation.stream import WINDOW, ByteStream, DecoderRules, TextStream, WindowStream
 from manylora.system.allocator import release_free_memory
 from manylora.system.text_threads import LONG
 
@@ -29,6 +32,110 @@ PER_TOKEN = 128  # as many as the longest tokens of usual vocabularies, runs of 
 def longest_text(context: int | None) -> int:
     """Limit in characters for a text that need not fit the context: more than what usually fits."""
     return max(LONGEST_TEXT, GENEROUS * (context or 0))
+
+
+WINDOW = 128  # ids before a chunk that its text may depend on; only a longer run of byte tokens needs more
+LONG_WINDOW = 16  # ids from which a window is cut back to its suffix
+POSITIONAL = ("WordPiece", "Metaspace", "BPEDecoder", "CTC")  # depend on a token's place or neighbour
+EACH = ("ByteLevel", "ByteFallback", "Fuse", "Replace", "Strip")  # do not, or make bytes of tokens
+
+
+@dataclass(frozen=True)
+class DecoderRules:
+    """What the text of a token depends on, from the `decoder` of a tokenizer.json.
+
+    byte_level: tokens are bytes. only_bytes: and nothing else is done to them. byte_tokens: tokens such as
+    `<0xE2>` are bytes. last: whether another token follows changes it. stripped: the text loses characters at
+    its start. whole: no rule says which part of the text is final; all of it is held back until the end.
+    """
+
+    byte_level: bool = False
+    only_bytes: bool = False
+    byte_tokens: bool = False
+    last: bool = False
+    stripped: bool = False
+    whole: bool = False
+
+    @classmethod
+    def of(cls, decoder: Mapping[str, Any] | None) -> DecoderRules:
+        steps = _steps(decoder)
+        kinds = [step["type"] for step in steps]
+        end = next((i + 1 for i, kind in enumerate(kinds) if kind in ("Fuse", "ByteLevel")), len(kinds))
+        each, fused = steps[:end], [step for step in steps[end:] if step["type"] != "Fuse"]
+        rules = cls(
+            byte_level="ByteLevel" in kinds,
+            only_bytes=kinds == ["ByteLevel"],
+            byte_tokens="ByteFallback" in kinds,
+            last="BPEDecoder" in kinds,
+            stripped=bool(fused),
+        )
+        certain = (
+            all(kind in (*POSITIONAL, *EACH) for kind in kinds)
+            and sum(kind in POSITIONAL for kind in kinds) <= 1
+            and all(step["type"] == "Strip" and not step["stop"] for step in fused)
+            and "ByteLevel" not in kinds[1:]
+            and (not rules.byte_tokens or all(map(_keeps_bytes, each[: kinds.index("ByteFallback")])))
+            and not (rules.byte_tokens and any(kind in kinds for kind in ("BPEDecoder", "CTC")))
+        )
+        return rules if certain else cls(whole=True)
+
+
+def _steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The steps of a decoder, in order."""
+    if not decoder:
+        return []
+    if decoder["type"] == "Sequence":
+        return [step for one in decoder["decoders"] for step in _steps(one)]
+    return [decoder]
+
+
+def _keeps_bytes(step: Mapping[str, Any]) -> bool:
+    """Whether a step leaves tokens such as `<0xE2>` as they are, and makes none."""
+    if step["type"] != "Replace":
+        return False
+    found: str = step["pattern"].get("String") or "a"  # a regular expression may find anything
+    return not found.isascii() and len(step["content"]) <= 1
+
+
+class ByteStream:
+    """Every id is bytes of UTF-8 (`bytes_of`), so that only an incomplete character is held back."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes], skipped: Container[int]) -> None:
+        self._bytes_of, self._skipped = bytes_of, skipped
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def add(self, ids: Sequence[int], final: bool) -> str:
+        """The text that later ids cannot change any more. With `final`, all remaining text."""
+        bytes_of, skipped = self._bytes_of, self._skipped
+        return self._decode(b"".join([bytes_of(i) for i in ids if i not in skipped]), final)
+
+
+class WindowStream:
+    """For any tokenizer: a window of the last ids is decoded again with the new ones. skipped: ids without
+    text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skipped: Container[int]) -> None:
+        self._tokenizer, self._skipped = tokenizer, skipped
+        self._window: list[int] = []
+        self._shown = ""  # final text of the window's ids
+
+    def add(self, ids: Sequence[int], final: bool) -> str:
+        tokenizer = self._tokenizer
+        new = tokenizer._shown(ids, self._skipped)
+        if not (new or final):
+            return ""
+        self._window += new
+        text = tokenizer.decode(self._window, False) if final else tokenizer._stable(self._window, False)
+        settled = text[len(self._shown) :]
+        self._shown = text
+        if settled and len(self._window) > LONG_WINDOW:
+            self._window = tokenizer._suffix(self._window, False)
+            self._shown = tokenizer._stable(self._window, False)
+        return settled
+
+
+TextStream = ByteStream | WindowStream
 
 
 LARGE = 2**17  # characters or tokens from which memory is returned to the system
@@ -217,7 +324,7 @@ class Tokenizer:
                 return ""
             before = self.decode(window, skip_special_tokens) if len(window) >= WINDOW else ""
             return self.decode([*window, *new], skip_special_tokens)[len(before) :]
-        new = [i for i in new if self._is_shown(i, skip_special_tokens)]
+        new = self._shown(new, self._special if skip_special_tokens else ())
         window = self._suffix(window, skip_special_tokens)
         ids = [*window, *new]
         before = self._stable(window, skip_special_tokens)
@@ -228,14 +335,10 @@ class Tokenizer:
         """The text of one output as it grows: as `delta`, for a caller that sees all of its ids. shown:
         special tokens that are not skipped.
         """
+        skipped = self._special - shown if skip_special_tokens else frozenset()
         if self._rules.only_bytes:
-            return ByteStream(self._bytes_of, self._special - shown if skip_special_tokens else frozenset())
-        return WindowStream(
-            lambda ids: self._stable(ids, False),
-            lambda ids: self.decode(ids, False),
-            lambda ids: self._suffix(ids, False),
-            lambda i: self._is_shown(i, skip_special_tokens and i not in shown),
-        )
+            return ByteStream(self._bytes_of, skipped)
+        return WindowStream(self, skipped)
 
     def mark_id(self, text: str) -> int | None:
         """The id of the token with exactly this text, if llguidance takes it as a special one."""
@@ -275,18 +378,14 @@ class Tokenizer:
             release_free_memory()
         return ids, count
 
-    def _is_shown(self, token_id: int, skip: bool) -> bool:
-        """Whether the decoder sees this id. It does not see ids without a token."""
-        if skip and token_id in self._special:
-            return False
-        return self._library.id_to_token(token_id) is not None
+    def _shown(self, ids: Sequence[int], skipped: Container[int]) -> list[int]:
+        """The ids that the decoder sees: those that are not skipped and have a token."""
+        return [i for i in ids if i not in skipped and self._library.id_to_token(i) is not None]
 
     def _suffix(self, window: Sequence[int], skip: bool) -> list[int]:
         """The last CONTEXT ids, and more until the first is no byte token and the text is not stripped."""
         kept: list[int] = []
-        for i in reversed(window):
-            if not self._is_shown(i, skip):
-                continue
+        for i in reversed(self._shown(window, self._special if skip else ())):
             kept.append(i)
             if len(kept) < CONTEXT or i in self._byte_tokens:
                 continue

@@ -14,7 +14,7 @@ from manylora.doors.triton.server_types import Arrays, decode_word_list, refuse,
 from manylora.doors.triton.tensor_table import REFUSED_INPUTS, SAMPLING_SCALARS
 from manylora.errors import RequestError
 from manylora.generation.sampling import parameters_of
-from manylora.generation.stream import WINDOW
+from manylora.generation.tokenizer import WINDOW
 from manylora.request import (
     MAX_GUIDE_BYTES,
     MAX_INVOCATION,

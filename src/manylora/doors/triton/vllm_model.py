@@ -41,7 +41,7 @@ from manylora.generation.guides import choice_pattern
 from manylora.generation.outputs import CompletionOutput
 from manylora.generation.pooled import PoolingParams, check_dimensions, embedding
 from manylora.generation.sampling import GuidedDecodingParams, SamplingParams, is_unicode, parameters_of
-from manylora.generation.stream import WINDOW
+from manylora.generation.tokenizer import WINDOW
 from manylora.request import MOST, MOST_FLOAT, LoraInput, LoraMix, Pooling
 
 EMBEDDING_REQUEST = "embedding_request"

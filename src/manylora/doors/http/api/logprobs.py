@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from manylora.generation.outputs import CompletionOutput, TokenLogprob, from_logits
-from manylora.generation.stream import TextStream
-from manylora.generation.tokenizer import Tokenizer
+from manylora.generation.tokenizer import TextStream, Tokenizer
 
 
 def output_logprobs(

@@ -20,8 +20,7 @@ from manylora.doors.http.api.tools import ToolUse, reply_format, tool_use
 from manylora.errors import RequestError
 from manylora.generation.decoding import Decoding, decoding_of
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
-from manylora.generation.grammars import after_thinking
-from manylora.generation.guides import choice_pattern, json_guide
+from manylora.generation.guides import after_thinking, choice_pattern, json_guide
 from manylora.generation.reply import ReplyFormat
 from manylora.generation.reply_formats import CHOSEN_BY_TEMPLATE, Parsers
 from manylora.generation.sampling import SamplingParams

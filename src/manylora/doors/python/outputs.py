@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -46,9 +46,6 @@ class RequestOutput:
     context_logits: np.ndarray | None = field(default=None, compare=False)
 
 
-Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
-
-
 class GenerationResult:
     """Returned by `generate_async`. Usable from any thread and any event loop. Raises the request's error.
 
@@ -59,23 +56,22 @@ class GenerationResult:
     def __init__(self, request_id: int, abort: Callable[[], None]) -> None:
         self.request_id = request_id
         self._abort = abort
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._outputs: deque[RequestOutput] = deque()
-        self._waiters: list[Waiter] = []
-        self._output: RequestOutput | None = None
-        self._error: BaseException | None = None
+        self._waiters: list[Future[None]] = []  # of iterators without an output
+        self._result: Future[RequestOutput] = Future()
+        self._result.set_running_or_notify_cancel()  # who stops waiting does not cancel it for others
 
     @property
     def finished(self) -> bool:
         """Whether `result` returns or raises without waiting."""
-        return self._output is not None or self._error is not None
+        return self._result.done()
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end, at most `timeout` seconds. Raises TimeoutError; the request then continues."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.finished, timeout):
-                raise TimeoutError(f"request {self.request_id} has not finished in {timeout} seconds")
-        return self._finished_output()
+        if not wait([self._result], timeout).done:
+            raise TimeoutError(f"request {self.request_id} has not finished in {timeout} seconds")
+        return self._result.result()
 
     def abort(self) -> None:
         """Cancel the request. Its result is the output so far, with finish_reason "cancelled"."""
@@ -83,76 +79,55 @@ class GenerationResult:
 
     def publish(self, output: RequestOutput) -> None:
         """Called by the generating thread with the output of a step or the finished one."""
-        with self._changed:
+        with self._lock:
             self._outputs.append(output)
             if output.finished:
-                self._output = output
+                self._result.set_result(output)
             self._wake()
 
     def fail(self, error: BaseException) -> None:
         """Called by the generating thread: end with an error."""
-        with self._changed:
-            self._error = error
+        with self._lock:
+            if not self.finished:
+                self._result.set_exception(error)
             self._wake()
 
     def __await__(self) -> Generator[None, None, RequestOutput]:
-        while not self.finished:
-            yield from self._wait(lambda: not self.finished).__await__()
-        return self._finished_output()
+        return asyncio.wrap_future(self._result).__await__()
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        while True:
-            with self._changed:
-                output, ended = self._outputs.popleft() if self._outputs else None, self.finished
-            if output is not None:
-                return output
-            if ended:
-                self._raise_error()
-                raise StopAsyncIteration
-            await self._wait(lambda: not self._outputs and not self.finished)
+        while isinstance(found := self._next(), Future):
+            await asyncio.wrap_future(found)
+        if found is None:
+            raise StopAsyncIteration
+        return found
 
     def __iter__(self) -> Iterator[RequestOutput]:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._outputs or self.finished)
-                output = self._outputs.popleft() if self._outputs else None
-            if output is None:
-                self._raise_error()
-                return
-            yield output
+        while (found := self._next()) is not None:
+            if isinstance(found, Future):
+                found.result()
+            else:
+                yield found
 
-    async def _wait(self, needed: Callable[[], bool]) -> None:
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        with self._changed:
-            if not needed():
-                return
-            self._waiters.append((loop, waiter))
-        await waiter
+    def _next(self) -> RequestOutput | Future[None] | None:
+        """The next output, or what is done once there is news. None: the end. Raises the request's error."""
+        with self._lock:
+            if self._outputs:
+                return self._outputs.popleft()
+            if not self.finished:
+                self._waiters.append(Future())
+                return self._waiters[-1]
+        self._result.result()
+        return None
 
     def _wake(self) -> None:
-        self._changed.notify_all()
-        for loop, waiter in self._waiters:
-            with contextlib.suppress(RuntimeError):  # its event loop is closed
-                loop.call_soon_threadsafe(_set, waiter)
+        for waiter in self._waiters:
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_result(None)
         self._waiters.clear()
-
-    def _finished_output(self) -> RequestOutput:
-        self._raise_error()
-        assert self._output is not None
-        return self._output
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-
-def _set(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 Output = TypeVar("Output")

@@ -162,16 +162,6 @@ def test_beams_are_scored_with_penalties_and_temperature(engine: Engine, model: 
             assert beam.log_probs[i] == pytest.approx(adjusted.log_softmax(-1)[token].item(), abs=1e-4)
 
 
-def test_cancelled_beams_give_everything_back(engine: Engine) -> None:
-    handle = engine.submit(engine.prepare(Request(PROMPT, SamplingConfig(max_tokens=40, beam_width=5))))
-    for _ in range(5):
-        engine.step()
-    [(_, event)] = engine.cancel(handle)
-    assert event.last
-    engine.check()
-    assert engine.stats().kv_blocks_free == engine.stats().kv_blocks
-
-
 @pytest.mark.parametrize("right", [0, 1, 3, 5])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_draft_changes_the_steps_and_not_the_tokens(engine: Engine, right: int, sampled: bool) -> None:

@@ -51,58 +51,26 @@ class Tensor:
 
 
 class Engine:
-    """In place of `tensorrt_llm`: says SPOKEN, a token in each response, or what it is told to raise."""
+    """In place of `tensorrt_llm`: says SPOKEN to whatever it is asked."""
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self._error = error
+    def __init__(self) -> None:
         self.asked: list[dict[str, np.ndarray]] = []
-        self.stopped = False
 
     def __call__(
         self, model: str, inputs: Values, outputs: Sequence[str], request_id: str = ""
     ) -> Iterator[Mapping[str, Tensor]]:
-        arrays: dict[str, np.ndarray] = dict(inputs)  # type: ignore[arg-type]
-        if "stop" in arrays:
-            self.stopped = True
-            return
-        self.asked.append(arrays)
-        if self._error:
-            raise self._error
-        if "pooling" in arrays:
-            ending = {
-                "output_ids": np.zeros((1, 1, 0), np.int32),
-                "finish_reason": np.array([[b"stop"]], np.object_),
-            }
-            found = ending | {"pooled_output": np.array([[[3, 4, 5]]], np.float32)}
-            yield {name: Tensor(name, array) for name, array in found.items()}
-            return
-        streaming, most = bool(arrays["streaming"].item()), int(arrays["request_output_len"].item())
-        for at in range(min(most, len(SPOKEN)) if streaming else 1):
-            yield self._response(SPOKEN[at : at + 1] if streaming else SPOKEN[:most], at, most, streaming)
-            if self.stopped:
-                return
-
-    def _response(self, ids: list[int], at: int, most: int, streaming: bool) -> dict[str, Tensor]:
-        logits = np.zeros((1, 1, len(ids), 2048), np.float32)
-        for row, token in zip(logits[0, 0], ids, strict=True):
-            row[token], row[0] = 3, 1
+        self.asked.append(dict(inputs))  # type: ignore[arg-type]
         found = {
-            "output_ids": np.array([[ids]], np.int32),
-            "sequence_length": np.array([[len(ids)]], np.int32),
-            "output_log_probs": np.full((1, 1, at + len(ids)), -0.5, np.float32),
-            "generation_logits": logits,
-            "first_token_time_ns": np.array([[10**9]]),
-            "arrival_time_ns": np.array([[0]]),
-            "last_token_time_ns": np.array([[3 * 10**9]]),
+            "output_ids": np.array([[SPOKEN]], np.int32),
+            "sequence_length": np.array([[len(SPOKEN)]], np.int32),
+            "finish_reason": np.array([[b"length"]], np.object_),
         }
-        if not streaming or at + 1 == min(most, len(SPOKEN)):
-            found["finish_reason"] = np.array([[b"length"]], np.object_)
-        return {name: Tensor(name, array) for name, array in found.items()}
+        yield {name: Tensor(name, array) for name, array in found.items()}
 
 
 class Request:
-    def __init__(self, parameters: str = "{}", request_id: str = "", **inputs: Any) -> None:
-        self.parameters, self.request_id = (lambda: parameters), (lambda: request_id)
+    def __init__(self, parameters: str, **inputs: Any) -> None:
+        self.parameters, self.request_id = (lambda: parameters), (lambda: "")
         self._inputs = inputs
 
     def inputs(self) -> list[Tensor]:
@@ -114,11 +82,9 @@ def _array(value: Any) -> np.ndarray:
     return np.array([str(one).encode() for one in made], np.object_) if made.dtype.kind == "U" else made
 
 
-def runner(engine: Engine, settings: PoolingSettings | None = None) -> PromptRunner:
-    found = settings or PoolingSettings()
-    return PromptRunner(
-        engine, EngineSetup("tensorrt_llm", TOKENIZER, read_model_config(BASE), 512, True, found)
-    )
+def runner(engine: Engine) -> PromptRunner:
+    model, settings = read_model_config(BASE), PoolingSettings()
+    return PromptRunner(engine, EngineSetup("tensorrt_llm", TOKENIZER, model, 512, True, settings))
 
 
 def vllm(engine: Engine, *, own: str = "{}", **inputs: Any) -> list[Values]:
@@ -128,9 +94,8 @@ def vllm(engine: Engine, *, own: str = "{}", **inputs: Any) -> list[Values]:
 
 
 def llmapi(engine: Engine, folders: AdapterFolders | None = None, **inputs: Any) -> list[Values]:
-    decoupled = inputs.pop("decoupled", True)
-    model = LlmapiModel(runner(engine), folders or AdapterFolders(), decoupled)
-    request = Request(inputs.pop("own", "{}"), inputs.pop("request_id", ""), **inputs)
+    model = LlmapiModel(runner(engine), folders or AdapterFolders(), True)
+    request = Request(inputs.pop("own", "{}"), **inputs)
     return list(model.answer(ClientRequest(lambda: False), request))  # type: ignore[arg-type]
 
 

@@ -141,19 +141,11 @@ class ChatTemplate:
         template = self._templates.get(name)
         if template is None:
             raise RequestError("this model has no chat template: send a plain prompt")
-        return self._filled(template, messages, tools, most, variables)
+        return self._filled(template, {**variables, "messages": messages, "tools": list(tools) or None}, most)
 
-    def _filled(
-        self,
-        template: Template,
-        messages: Messages,
-        tools: Sequence[Mapping[str, Any]] = (),
-        most: int = MOST,
-        variables: Mapping[str, Any] = NO_VARIABLES,
-    ) -> str:
+    def _filled(self, template: Template, variables: Mapping[str, Any], most: int = MOST) -> str:
         try:
-            given = {"add_generation_prompt": True, **self._tokens, **variables}
-            pieces = template.generate({**given, "messages": messages, "tools": list(tools) or None})
+            pieces = template.generate({"add_generation_prompt": True, **self._tokens, **variables})
             return "".join(_within(most, pieces))
         except TemplateError as error:
             raise RequestError(f"the chat template cannot render these messages: {error}") from error
@@ -169,7 +161,7 @@ class ChatTemplate:
         template, mark = self._templates.get("default"), "0f2c9a"
         messages = [{"role": "system", "content": mark}, {"role": "user", "content": "-"}]
         with suppress(RequestError):
-            return template is None or mark in self._filled(template, messages)
+            return template is None or mark in self._filled(template, {"messages": messages, "tools": None})
         return False
 
 

@@ -199,7 +199,7 @@ class Server:
             name = refused[0] if refused else "lora NAME=PATH"
             raise ConfigError(f"--{name.replace('_', '-')} has no effect with --url: the server has its own")
         self.first = options.lora[0] if options.lora else None
-        self._url = options.url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._url = options.url
         given = {"temperature": options.temperature, "max_tokens": options.max_tokens}
         self._fields = {name: value for name, value in given.items() if value is not None}
         with ask_server(self._url, "models") as answer:
@@ -233,7 +233,7 @@ class Server:
 
 def ask_server(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     """The answer, opened. body: sent as JSON. The key is OPENAI_API_KEY. Raises RequestError."""
-    key = os.environ.get("OPENAI_API_KEY", "none")
+    url, key = url.rstrip("/").removesuffix("/v1") + "/v1", os.environ.get("OPENAI_API_KEY", "none")
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{url}/{path}", data, headers)

@@ -188,8 +188,7 @@ def _by_server(
     """Prompts only, one after the other. Raises RequestError for the base model."""
     import torch
 
-    url = options.url.rstrip("/").removesuffix("/v1") + "/v1"
-    base = options.served
+    url, base = options.url, options.served
     if base is None:
         with ask_server(url, "models") as answer:
             base = next((one["id"] for one in json.load(answer)["data"] if not one.get("parent")), "")

@@ -93,20 +93,6 @@ def test_a_batch_of_adapters_and_prompts_equals_the_reference(llm: LLM) -> None:
         assert texts == ["Washington, D.C.", "华盛顿", "ワシントンD.C."]
 
 
-def test_a_stream_of_few_outputs_adds_up_to_the_whole(llm: LLM) -> None:
-    """Also where a stop text is found in the middle of one."""
-    whole = llm.generate(ABOUT, SamplingParams(max_tokens=64), adapter(2), False).outputs[0]
-    stop = whole.text[len(whole.text) // 2 :][:2]
-    config = LoraConfig(lora_target_modules=QKV, max_lora_rank=16)
-    with LLM(DEMO / "base", lora_config=config, device="cpu", stream_interval=7) as few:
-        for params in (SamplingParams(max_tokens=64), SamplingParams(max_tokens=64, stop=stop)):
-            wanted = llm.generate(ABOUT, params, adapter(2), False).outputs[0]
-            pieces = list(few.generate_async(ABOUT, params, adapter(2), streaming=True))
-            assert "".join(piece.outputs[0].text_diff for piece in pieces) == wanted.text
-            assert [i for piece in pieces for i in piece.outputs[0].token_ids_diff] == wanted.token_ids
-            assert len(pieces) <= 1 + -(-len(wanted.token_ids) // 7) + 1
-
-
 @pytest.mark.parametrize("task_id", [None, 1, 2])
 def test_a_stream_adds_up_to_the_whole(
     llm: LLM, task_id: int | None, held_steps: Callable[[int], threading.Event]

@@ -60,8 +60,6 @@ def test_a_flag_of_another_program_is_answered_with_what_to_use(
     [
         ("--port", "use --http_port, --grpc_port and --metrics_port"),
         ("--max_lora_rank", "use --set max_lora_rank=VALUE"),
-        ("--max-model-len", "use --set max_seq_len=N"),
-        ("--lora-modules", "use --lora-root FOLDER"),
         ("--model-control-mode", "--triton-arg=--model-control-mode=VALUE"),
     ],
 )

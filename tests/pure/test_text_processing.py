@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers
+from test_text import byte_level
 
 from manylora.doors.triton.text_models import MAX_WORDS, WORD_COST, Preprocessor
 from manylora.errors import RequestError
@@ -19,11 +18,7 @@ from manylora.generation.tokenizer import Tokenizer
 
 def tokenizer(folder: Path, **config: Any) -> Tokenizer:
     """One id for each byte; the end id is that of `.`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Library(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.save(str(folder / "tokenizer.json"))
+    byte_level().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "."}))
     (folder / "config.json").write_text(json.dumps(config))
     return Tokenizer(folder)

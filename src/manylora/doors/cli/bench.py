@@ -207,23 +207,19 @@ def _write(
 ) -> None:
     outputs, times = [], []
     for record in records:
-        request, answer, error = record.request, record.answer, {"error": record.error}
-        told = {
-            "output_ids": list(answer.token_ids) if answer else None,
-            "output_text": answer.text if answer else None,
-        }
-        outputs.append({"task_id": request.task_id, **told, **error})
-        when: dict[str, Any] = {
-            "task_id": request.task_id,
+        request, known = record.request, vars(record.answer) if record.answer else {}
+        task, error = {"task_id": request.task_id}, {"error": record.error}
+        told = {"output_ids": known.get("token_ids"), "output_text": known.get("text")}
+        outputs.append({**task, **told, **error})
+        names = ("adapter_tier", "num_input_tokens", "num_output_tokens")
+        when = {
             "lora_name": request.lora.lora_name if request.lora else None,
-            "adapter_tier": answer.adapter_tier if answer else None,
-            "num_input_tokens": answer.num_input_tokens if answer else None,
-            "num_output_tokens": answer.num_output_tokens if answer else None,
+            **{name: known.get(name) for name in names},
             "start_s": record.started,
             "latency_ms": (record.finished - record.started) * 1e3,
             "ttft_ms": record.ttft_ms,
         }
-        times.append(when | error)
+        times.append({**task, **when, **error})
     files: list[tuple[Path | None, Any]] = [
         (options.report_json, report),
         (options.output_json, outputs),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from test_contracts import Engine, llmapi
 
 from manylora.doors.http.api import ollama_request
 from manylora.doors.http.api.params import Limits, plan
@@ -17,12 +18,10 @@ from manylora.doors.http.api.schema import ChatRequest, CompletionRequest, Gener
 from manylora.doors.http.serving import anthropic, responses_api
 from manylora.doors.triton.bls import TO_ENGINE
 from manylora.doors.triton.codec import decode_requests
-from manylora.doors.triton.llmapi_model import AdapterFolders, LlmapiModel
-from manylora.doors.triton.prompts import PromptRequest
 from manylora.doors.triton.tensor_table import MODELS
 from manylora.doors.triton.vllm_model import asked, read_parameters
 from manylora.generation.decoding import decoding_of, with_defaults
-from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults, OwnText
+from manylora.generation.defaults import GenerationDefaults
 from manylora.generation.sampling import ENTRY_POINTS, PARAMETERS, Parameter, SamplingParams, parameters_of
 from manylora.generation.tokenizer import Tokenizer
 from manylora.model.checkpoint import read_model_config
@@ -58,30 +57,10 @@ def by_bls(one: Parameter, value: Any) -> SamplingConfig:
 
 def by_llmapi(one: Parameter, value: Any) -> SamplingConfig:
     assert f"sampling_param_{one.name}" in {tensor.name for tensor in MODELS["llmapi"].inputs}
-    found: list[PromptRequest] = []
-
-    class Runner:
-        def text_of(self, lora: object) -> OwnText:
-            return OwnText(TOKENIZER, NO_DEFAULTS)
-
-        def answers(self, client: object, request: PromptRequest) -> Iterator[Any]:
-            found.append(request)
-            return iter(())
-
-    class Sent:
-        def __init__(self, name: str, value: Any) -> None:
-            array = np.array([value.encode() if isinstance(value, str) else value])
-            self.name, self.as_numpy, self.shape = lambda: name, lambda: array, lambda: [1]
-
-    class Request:
-        parameters = request_id = staticmethod(lambda: "")
-
-        def inputs(self) -> list[Any]:
-            return [Sent("text_input", "a"), Sent(f"sampling_param_{one.name}", value)]
-
-    model = LlmapiModel(Runner(), AdapterFolders(), True)  # type: ignore[arg-type]
-    assert not list(model.answer(None, Request()))  # type: ignore[arg-type]
-    return in_engine(found[0].params)
+    engine = Engine()
+    llmapi(engine, text_input="a", **{f"sampling_param_{one.name}": value})
+    [decoded] = decode_requests(engine.asked[0], "", True)
+    return decoded.request.params
 
 
 def by_vllm(one: Parameter, value: Any) -> SamplingConfig:

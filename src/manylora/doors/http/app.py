@@ -102,17 +102,9 @@ def make_app(start: Callable[[], Awaitable[AppContext]], middleware: Sequence[Mi
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         context = await start()
         options, status = context.options, CacheStatus(context.backend)
-        most = (
-            options.batch_bytes if context.shared is None else 0
-        )  # a batch's server would not be found again
-        batches = BatchStore(
-            app,
-            context.keyring,
-            options.batch_dir,
-            most,
-            at_once=context.backend.queue.capacity,
-            max_line=options.max_request_bytes,
-        )
+        most = options.batch_bytes if context.shared is None else 0  # else its server is not found again
+        at_once, max_line = context.backend.queue.capacity, options.max_request_bytes
+        batches = BatchStore(app, context.keyring, options.batch_dir, most, at_once, max_line)
         app.state.routes = _Routes(context, status, batches)
         try:
             if context.shared is not None:
@@ -172,13 +164,13 @@ ROUTES = [
         ("POST", f"/api/{name}", f"ollama.{name}")
         for name in ("chat", "generate", "embed", "embeddings", "show")
     ),
-    ("GET", "/api/tags", "ollama_tags"),
-    ("GET", "/api/ps", "ollama_running"),
-    ("GET", "/api/version", "ollama_version"),
+    ("GET", "/api/tags", "ollama.tags"),
+    ("GET", "/api/ps", "ollama.running"),
+    ("GET", "/api/version", "ollama.version"),
     ("POST", "/v1/embeddings", "pooled.embeddings"),
     *(("POST", f"/{name}", f"tgi.{name}") for name in ("generate", "generate_stream")),
     ("POST", "/", "tgi.compat"),
-    ("GET", "/info", "tgi_info"),
+    ("GET", "/info", "tgi.info"),
     *(("POST", f"{prefix}/classify", "pooled.classify") for prefix in ("/v1", "")),
     *(("POST", f"{prefix}/score", "pooled.score") for prefix in ("/v1", "")),
     *(("POST", f"{prefix}/rerank", "pooled.rerank") for prefix in ("/v1", "/v2", "")),
@@ -187,9 +179,11 @@ ROUTES = [
     *SLEEP_ROUTES,
     *TINKER_ROUTES,
 ]
-"""HTTP method, path, attribute of _Routes: a function of the request, or of request, body and API key if it
-is in BODIES. Those of AdapterRoutes read the body themselves, after a look at the key.
+"""HTTP method, path, attribute of _Routes: a function of the request, the body if it is in BODIES, and the
+API key unless it is in NO_KEY. Those of AdapterRoutes take the request alone: they read the body after a look
+at the key.
 """
+NO_KEY = ("live", "ready", "version", "describe", "docs", "page", "ollama.version", "show_metrics")
 POLLED = "clients ask until a batch or a sample has ended"
 LISTS = "lists what is in memory; clients and pages ask before each of their requests"
 FREE = {
@@ -198,11 +192,11 @@ FREE = {
     "probe": "its answers are shared, so that many requests cost as much as one",
     "show_metrics": "monitoring asks all the time",
     "cache": "the page asks all the time",
-    **dict.fromkeys(("models", "model", "ollama_tags", "ollama_running", "tgi_info"), LISTS),
+    **dict.fromkeys(("models", "model", "ollama.tags", "ollama.running", "tgi.info"), LISTS),
     **dict.fromkeys(("batches.file", "batches.files", "batches.batch", "batches.list"), POLLED),
-    **dict.fromkeys(("tinker.retrieve_future", "tinker_other"), POLLED),
+    **dict.fromkeys(("tinker.retrieve_future", "tinker.other"), POLLED),
     "tinker.asample": "counts until its sample has ended, which is after its answer",
-    **dict.fromkeys(("version", "describe", "docs", "page", "ollama_version"), "needs no key"),
+    **dict.fromkeys(("version", "describe", "docs", "page", "ollama.version"), "needs no key"),
 }
 """Methods of _Routes that do not count towards a key's limits, and why. All others do."""
 COUNTED = frozenset(path for _, path, name in ROUTES if name not in FREE)
@@ -231,43 +225,25 @@ class _Routes:
             context.options.drain_seconds,
             context.shared,
         )
-        self.batches = BatchRoutes(self.key, batches)
-        self.sleeping = SleepRoutes(
-            context.backend.engine, context.keyring, context.options.enable_sleep_mode
-        )
+        self.batches = BatchRoutes(batches)
+        enabled = context.options.enable_sleep_mode
+        self.sleeping = SleepRoutes(context.backend.engine, context.keyring, enabled)
         self._body_memory = transport.BodyMemory(BODIES_AT_ONCE * context.options.max_request_bytes)
         self._parsing = asyncio.Lock()
         inference.on_disconnect = context.metrics.count_disconnect
 
     async def answer(self, name: str, path: str, request: Request) -> Response:
         """What the route with this name answers. Raises any exception."""
-        handle = attrgetter(name)(self)
-        if name not in BODIES or name.startswith("adapters."):
-            found: Response = await handle(request)
-        else:
-            key = self.key(request)
-            body = await self._body(request, BODIES[name], any_type=path.startswith(OLLAMA))
-            found = await handle(request, body, key)
-        return found
-
-    async def ollama_tags(self, request: Request) -> Response:
-        return JSONResponse(await self.ollama.tags(self.key(request)))
-
-    async def ollama_running(self, request: Request) -> Response:
-        return JSONResponse(await self.ollama.running(self.key(request)))
-
-    async def ollama_version(self, request: Request) -> Response:
-        return JSONResponse({"version": ollama.VERSION})
-
-    async def tgi_info(self, request: Request) -> Response:
-        self.key(request)
-        return JSONResponse(self.tgi.info())
-
-    async def tinker_other(self, request: Request) -> Response:
-        return JSONResponse(self.tinker.other(request.url.path.removeprefix("/api/v1/"), self.key(request)))
-
-    async def models(self, request: Request) -> Response:
+        handle: Callable[..., Awaitable[Response]] = attrgetter(name)(self)
+        if name in NO_KEY or name.startswith("adapters."):
+            return await handle(request)
         key = self.key(request)
+        if name not in BODIES:
+            return await handle(request, key)
+        body = await self._body(request, BODIES[name], any_type=path.startswith(OLLAMA))
+        return await handle(request, body, key)
+
+    async def models(self, request: Request, key: ApiKey) -> Response:
         tier_of = tiers(self.context.backend.stats())
         cards = [self._base_card(name) for name in self._inference.bases if key.may_see(None)]
         for entry in self._catalog.entries():
@@ -283,8 +259,8 @@ class _Routes:
                 cards.append({**card, **self._alias_fields(alias)})
         return JSONResponse({"object": "list", "data": cards})
 
-    async def model(self, request: Request) -> Response:
-        key, given = self.key(request), request.path_params["name"]
+    async def model(self, request: Request, key: ApiKey) -> Response:
+        given = request.path_params["name"]
         name = self._catalog.aliases.resolve(given)
         if name in self._inference.bases:
             key.check(None)
@@ -321,8 +297,7 @@ class _Routes:
             raise as_api_error(SleepingError())
         return JSONResponse({"status": "ready"})
 
-    async def probe(self, request: Request) -> Response:
-        self.key(request)
+    async def probe(self, request: Request, key: ApiKey) -> Response:
         await self._inference.probe()
         return JSONResponse({"status": "healthy"})
 
@@ -341,9 +316,9 @@ class _Routes:
         text = self.context.metrics.render(stats, states, failures, len(self.context.pinning), more)
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
-    async def reset_prefix_cache(self, request: Request) -> Response:
+    async def reset_prefix_cache(self, request: Request, key: ApiKey) -> Response:
         """?lora_name=: of one adapter."""
-        key, name = self.key(request), request.query_params.get("lora_name")
+        name = request.query_params.get("lora_name")
         self.context.keyring.check_operator(key)
         if name is not None:
             self._inference.check_use(check_name(name, "lora_name"), key, field="lora_name")
@@ -359,9 +334,9 @@ class _Routes:
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
-    async def tokenizer_info(self, request: Request) -> Response:
-        key, name = self.key(request), request.query_params.get("model", "")
-        return JSONResponse((await self._inference.prompts_of(name, key)).tokenizer_info())
+    async def tokenizer_info(self, request: Request, key: ApiKey) -> Response:
+        prompts = await self._inference.prompts_of(request.query_params.get("model", ""), key)
+        return JSONResponse(prompts.tokenizer_info())
 
     async def docs(self, request: Request) -> Response:
         return docs_page(document(ROUTES))
@@ -373,8 +348,7 @@ class _Routes:
         name = request.path_params.get("name", "index.html")
         return page_file(name, request.headers.get("if-none-match", ""))
 
-    async def cache(self, request: Request) -> Response:
-        key = self.key(request)
+    async def cache(self, request: Request, key: ApiKey) -> Response:
         given = {name: transport.query_number(request, name) for name in ("changes_after", "points_after")}
         status = await self._status.snapshot(key, **given)
         return JSONResponse(status, headers={"Cache-Control": "no-store"})

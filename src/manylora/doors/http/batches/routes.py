@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.datastructures import UploadFile
@@ -36,13 +36,10 @@ SHOWN = {"file": 10_000, "batch": 20}
 
 
 class BatchRoutes:
-    """identify: returns the API key of a request."""
+    def __init__(self, store: BatchStore) -> None:
+        self._store = store
 
-    def __init__(self, identify: Callable[[Request], ApiKey], store: BatchStore) -> None:
-        self._identify, self._store = identify, store
-
-    async def upload(self, request: Request) -> Response:
-        key = self._identify(request)
+    async def upload(self, request: Request, key: ApiKey) -> Response:
         check_encoding(request)
         if content_type(request) != "multipart/form-data":
             reason = "The Content-Type must be multipart/form-data, with the fields file and purpose"
@@ -68,60 +65,60 @@ class BatchRoutes:
             await form.close()
         return JSONResponse(made.card())
 
-    async def files(self, request: Request) -> Response:
+    async def files(self, request: Request, key: ApiKey) -> Response:
         purpose = request.query_params.get("purpose")
-        found = [one for one in self._own(request, self._store.files) if purpose in (None, one.purpose)]
-        return JSONResponse(_page(request, found, "file"))
+        found = [one for one in _own(self._store.files, key) if purpose in (None, one.purpose)]
+        return _page(request, found, "file")
 
-    async def file(self, request: Request) -> Response:
-        return JSONResponse(self._file(request, request.path_params["name"]).card())
+    async def file(self, request: Request, key: ApiKey) -> Response:
+        return JSONResponse(self._file(request.path_params["name"], key).card())
 
-    async def delete(self, request: Request) -> Response:
-        file = self._file(request, request.path_params["name"])
+    async def delete(self, request: Request, key: ApiKey) -> Response:
+        file = self._file(request.path_params["name"], key)
         self._store.delete(file)
         return JSONResponse({"id": file.id, "object": "file", "deleted": True})
 
-    async def content(self, request: Request) -> Response:
-        file = self._file(request, request.path_params["name"])
+    async def content(self, request: Request, key: ApiKey) -> Response:
+        file = self._file(request.path_params["name"], key)
         return FileResponse(self._store.path(file), media_type="application/octet-stream")
 
     async def create(self, request: Request, body: BatchRequest, key: ApiKey) -> Response:
         if body.endpoint not in ENDPOINTS:
             raise invalid_value(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
-        file = self._file(request, body.input_file_id)
+        file = self._file(body.input_file_id, key)
         return JSONResponse(self._store.create(key, file, body.endpoint, body.metadata).card())
 
-    async def list(self, request: Request) -> Response:
-        return JSONResponse(_page(request, self._own(request, self._store.batches), "batch"))
+    async def list(self, request: Request, key: ApiKey) -> Response:
+        return _page(request, _own(self._store.batches, key), "batch")
 
-    async def batch(self, request: Request) -> Response:
-        return JSONResponse(
-            self._one(request, self._store.batches, request.path_params["name"], "batch").card()
-        )
+    async def batch(self, request: Request, key: ApiKey) -> Response:
+        return JSONResponse(_one(self._store.batches, request.path_params["name"], key, "batch").card())
 
-    async def cancel(self, request: Request) -> Response:
-        batch: Batch = self._one(request, self._store.batches, request.path_params["name"], "batch")
+    async def cancel(self, request: Request, key: ApiKey) -> Response:
+        batch: Batch = _one(self._store.batches, request.path_params["name"], key, "batch")
         self._store.cancel(batch)
         return JSONResponse(batch.card())
 
-    def _file(self, request: Request, name: str) -> StoredFile:
-        return self._one(request, self._store.files, name, "file")
-
-    def _one(self, request: Request, known: Mapping[str, Any], name: str, what: str) -> Any:
-        """Raises ApiError 404, also for what belongs to another key."""
-        key, found = self._identify(request), known.get(name)
-        if found is None or not (key.admin or found.owner == key.name):
-            raise ApiError(404, "not_found", f"{what} {name[:80]!r} does not exist")
+    def _file(self, name: str, key: ApiKey) -> StoredFile:
+        found: StoredFile = _one(self._store.files, name, key, "file")
         return found
 
-    def _own(self, request: Request, known: Mapping[str, Any]) -> Sequence[Any]:
-        """Those of the request's key, the latest first."""
-        key = self._identify(request)
-        found = [one for one in known.values() if key.admin or one.owner == key.name]
-        return sorted(found, key=lambda one: one.created_at, reverse=True)
+
+def _one(known: Mapping[str, Any], name: str, key: ApiKey, what: str) -> Any:
+    """Raises ApiError 404, also for what belongs to another key."""
+    found = known.get(name)
+    if found is None or not (key.admin or found.owner == key.name):
+        raise ApiError(404, "not_found", f"{what} {name[:80]!r} does not exist")
+    return found
 
 
-def _page(request: Request, found: Sequence[Any], what: str) -> dict[str, Any]:
+def _own(known: Mapping[str, Any], key: ApiKey) -> list[Any]:
+    """Those of the key, the latest first."""
+    found = [one for one in known.values() if key.admin or one.owner == key.name]
+    return sorted(found, key=lambda one: one.created_at, reverse=True)
+
+
+def _page(request: Request, found: list[Any], what: str) -> Response:
     """The part of a list that `after`, `limit` and `order` choose."""
     order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
     if order not in ("asc", "desc"):
@@ -129,7 +126,7 @@ def _page(request: Request, found: Sequence[Any], what: str) -> dict[str, Any]:
     limit = query_number(request, "limit") if "limit" in request.query_params else SHOWN[what]
     if not 1 <= limit <= MOST_SHOWN[what]:
         raise invalid_value(f"limit must be 1 to {MOST_SHOWN[what]}", "limit")
-    found = list(found) if order == "desc" else list(found)[::-1]
+    found = found if order == "desc" else found[::-1]
     ids = [one.id for one in found]
     if after is not None:
         if after not in ids:
@@ -137,4 +134,4 @@ def _page(request: Request, found: Sequence[Any], what: str) -> dict[str, Any]:
         found = found[ids.index(after) + 1 :]
     cards = [one.card() for one in found[:limit]]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {}
-    return {"object": "list", "data": cards, "has_more": len(found) > limit, **ends}
+    return JSONResponse({"object": "list", "data": cards, "has_more": len(found) > limit, **ends})

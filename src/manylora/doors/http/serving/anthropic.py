@@ -229,15 +229,8 @@ async def answer_messages(
     inference: Inference, request: Request, body: MessagesRequest, key: ApiKey
 ) -> Response:
     """Raises ApiError."""
-    chat = chat_request(body)
-    asked = await inference.ask(chat, key)
-    prompt = await asked.prompts.chat(chat)
     # Coding agents ask for as many tokens as their largest model can write.
-    room = max(1, inference.limits.max_seq_len - len(prompt.ids))
-    chat.max_tokens = min(body.max_tokens, room)
-    omits = body.thinking is not None and body.thinking.display == "omitted"
-    build = partial(MessagesAnswer, body.max_tokens > room, omits)
-    return await inference.chat_from(request, chat, asked, prompt, build)
+    return await inference.chat(request, chat_request(body), key, partial(MessagesAnswer, body), caps=True)
 
 
 async def count_tokens(
@@ -256,19 +249,16 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 class MessagesAnswer(TranslatedChat):
-    """A message of blocks: thinking, a text, tool uses. fills: it may be cut off by the context's end. omits:
-    blocks of thinking are empty.
-    """
+    """A message of blocks: thinking, a text, tool uses."""
 
-    def __init__(self, fills: bool, omits: bool, answers: Answers) -> None:
+    def __init__(self, asked: MessagesRequest, answers: Answers) -> None:
         super().__init__(answers)
-        self._omits = omits
+        self._omits = asked.thinking is not None and asked.thinking.display == "omitted"
+        fills = asked.max_tokens > answers.generations[0].decoding.params.max_tokens  # the context
         self._length = "model_context_window_exceeded" if fills else "max_tokens"
         self.id = f"msg_{secrets.token_hex(12)}"
         self._blocks = 0  # that were begun
-        self._open = (
-            ""  # what the open block is: text, thinking, or the index of a call in the chat; empty: none is
-        )
+        self._open = ""  # the open block: text, thinking, or the index of a call in the chat; empty: none is
         self._ending: dict[str, Any] = {}
 
     def body(self) -> dict[str, Any]:

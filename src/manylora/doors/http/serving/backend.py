@@ -37,55 +37,6 @@ MAP_TIMEOUT_S = 2.0  # the engine may be in a step with a long prompt
 MAX_ATTEMPTS = 4  # the adapter may be evicted each time before the engine admits the request
 Meter = Callable[[LoraInput | LoraMix | None, Event, float, float], None]
 Wake = Callable[[], None]
-Item = TypeVar("Item")
-
-
-class EventQueue(Generic[Item]):
-    """`put` items, then `wake` once per engine step, from any thread: it is a system call and competes for
-    the GIL. `take` is called on the event loop with all items so far.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[list[Item]], None]) -> None:
-        self._loop, self._take = loop, take
-        self._items: deque[Item] = deque()
-        self._waking = False
-        self.put = self._items.append
-
-    def wake(self) -> None:
-        # No lock is needed: a caller that finds the flag set has put its items before `_empty` clears the
-        # flag, and `_empty` takes the items after clearing it.
-        if self._items and not self._waking and not self._loop.is_closed():
-            self._waking = True
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                self._loop.call_soon_threadsafe(self._empty)
-
-    def _empty(self) -> None:
-        self._waking = False
-        popleft = self._items.popleft
-        self._take([popleft() for _ in range(len(self._items))])
-
-
-class Signal:
-    """Like asyncio.Event, but for one waiter, and cleared when `wait` returns."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        self._is_set = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Wait until it is set, and clear it."""
-        if not self._is_set:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        self._is_set = False
 
 
 class EngineClient(Protocol):
@@ -136,14 +87,14 @@ JobT = TypeVar("JobT", Generation, PooledGeneration)
 class Call(Generic[JobT]):
     """One generation with its adapter. policy: load_lora_weights. source: "hf" or "nemo", if given.
 
-    changed: set after every change; the calls of one HTTP request share it. guide_field: where the guide came
-    from, for errors. adapters: names and scales; `adapter` is the name in the request. version: of the first
-    adapter. content: digest of everything that acts; empty: the base model. follow: lora_version.
-    priority: lower is earlier.
+    changed: set after every change, cleared by who waits; the calls of one HTTP request share it.
+    guide_field: where the guide came from, for errors. adapters: names and scales; `adapter` is the name in
+    the request. version: of the first adapter. content: digest of everything that acts; empty: the base
+    model. follow: lora_version. priority: lower is earlier.
     """
 
     generation: JobT
-    changed: Signal
+    changed: asyncio.Event
     adapter: str | None = None
     policy: str = "auto"
     source: str | None = None
@@ -190,8 +141,9 @@ class Backend:
         self.on_finished: list[Callable[[Any], None]] = []
         # Requests that are sending the tensors of a task id right now.
         self._carrying: Counter[int] = Counter()
-        self._events: EventQueue[tuple[Call[Any], Event]] = EventQueue(asyncio.get_running_loop(), self._take)
-        engine.on_events(self._events.wake)
+        self._events: deque[tuple[Call[Any], Event]] = deque()  # added by any thread
+        self._loop, self._waking = asyncio.get_running_loop(), False
+        engine.on_events(self._wake)
         self._open: set[Call[Any]] = set()
         catalog.on_change(self._publish)
 
@@ -344,12 +296,23 @@ class Backend:
         call.answered = asyncio.get_running_loop().create_future()
         call.lora, call.sent = lora, time.monotonic()
         self._carrying.update(_carried(lora))
-        put = self._events.put
+        put = self._events.append
         call.ticket = self.engine.submit(call.generation.request(lora), lambda event: put((call, event)))
         await call.answered
 
-    def _take(self, events: list[tuple[Call[Any], Event]]) -> None:
-        for call, event in events:
+    def _wake(self) -> None:
+        """From any thread, once per engine step: it is a system call and competes for the GIL."""
+        # No lock is needed: a caller that finds the flag set has added its events before `_take` clears the
+        # flag, and `_take` counts the events after clearing it.
+        if self._events and not self._waking and not self._loop.is_closed():
+            self._waking = True
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                self._loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        self._waking = False
+        for _ in range(len(self._events)):
+            call, event = self._events.popleft()
             try:
                 self._take_one(call, event)
             except Exception as error:

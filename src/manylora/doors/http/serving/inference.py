@@ -27,11 +27,12 @@ from manylora.doors.http.api.errors import (
 from manylora.doors.http.api.params import Limits, Shared, plan, shared_of
 from manylora.doors.http.api.schema import AdapterFields, ChatRequest, CompletionRequest, GenerationRequest
 from manylora.doors.http.serving import responses
-from manylora.doors.http.serving.backend import Backend, Call, Signal
+from manylora.doors.http.serving.backend import Backend, Call
 from manylora.doors.http.serving.keys import ANYONE, ApiKey
-from manylora.doors.http.serving.prompts import ChatPrompt, Prompts
+from manylora.doors.http.serving.prompts import Prompts
 from manylora.doors.http.serving.responses import Answers, Echo, ResponseBuilder, RunningCalls
 from manylora.doors.http.serving.transport import EventStream, name_of
+from manylora.doors.http.serving.usage import Names
 from manylora.doors.triton.metrics import MAX_ADAPTERS, OTHER
 from manylora.errors import RequestError
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
@@ -78,12 +79,12 @@ class AdapterChoice:
 
 @dataclass(frozen=True)
 class ResolvedRequest:
-    """What a request asks for. prompts, defaults: the adapter's own, or the base model's. key: who asks."""
+    """What a request asks for. prompts, defaults: the adapter's own, or the base model's."""
 
     choice: AdapterChoice
     prompts: Prompts
+    names: Names
     defaults: GenerationDefaults = NO_DEFAULTS
-    key: str = ""
 
     def end_ids(self, model: ModelConfig) -> list[int]:
         """Tokens that end an output."""
@@ -123,17 +124,43 @@ class Inference:
         self.on_disconnect: Callable[[], None] = lambda: None
 
     async def chat(
-        self, request: Request, body: ChatRequest, key: ApiKey, build: BuildResponse | None = None
+        self,
+        request: Request,
+        body: ChatRequest,
+        key: ApiKey,
+        build: BuildResponse | None = None,
+        asked: ResolvedRequest | None = None,
+        *,
+        drops: bool = False,
+        caps: bool = False,
     ) -> Response:
-        """build: creates the response's builder. None: OpenAI's for chats."""
-        asked = await self.ask(body, key)
-        return await self.chat_from(request, body, asked, await asked.prompts.chat(body), build)
+        """build: creates the response's builder. None: OpenAI's for chats. asked: None: as from `ask`, with
+        this body. drops: the oldest messages, until the rest fits. caps: max_tokens, to what fits then.
+        """
+        asked, most = asked or await self.ask(body, key), body.max_tokens
+        if caps:
+            body = body.model_copy(update={"max_tokens": None})
+        if drops:
+            body, prompt = await asked.prompts.chat_that_fits(body)
+        else:
+            prompt = await asked.prompts.chat(body)
+        if caps and most is not None:
+            body.max_tokens = min(most, self.room(len(prompt.ids)))
+        if body.return_expanded_prompt and body.stream:
+            name = "return_expanded_prompt"
+            raise unsupported_field(f"{name} needs stream false", name)
+        return await self._respond(request, body, asked, [prompt.ids], prompt.text, build)
+
+    def room(self, num_prompt: int) -> int:
+        """The most tokens that an answer may have, at least 1."""
+        return max(1, self.limits.max_seq_len - num_prompt)
 
     async def ask(self, body: AdapterFields, key: ApiKey) -> ResolvedRequest:
         """Which adapter a body asks for, and the text settings that apply. Raises as reading the adapter."""
         choice = self.choose_adapter(body, key)
         prompts, defaults = await self._text_of(choice.alone, fresh=body.load_lora_weights == "always")
-        return ResolvedRequest(choice, prompts, defaults, key.name)
+        model = choice.answers or body.model or choice.name or self.bases[0]
+        return ResolvedRequest(choice, prompts, Names(key.name, model, body.model or model), defaults)
 
     async def prompts_of(self, model: str, key: ApiKey) -> Prompts:
         """Tokenizer and chat template of a model that the key may use. For other names the base model's."""
@@ -172,20 +199,6 @@ class Inference:
             return self.prompts, self.defaults
         return self.prompts.with_tokenizer(text.tokenizer), text.defaults.over(self.defaults)
 
-    async def chat_from(
-        self,
-        request: Request,
-        body: ChatRequest,
-        asked: ResolvedRequest,
-        prompt: ChatPrompt,
-        build: BuildResponse | None = None,
-    ) -> Response:
-        """prompt: of this body, made with the prompts of `ask`."""
-        if body.return_expanded_prompt and body.stream:
-            name = "return_expanded_prompt"
-            raise unsupported_field(f"{name} needs stream false", name)
-        return await self._respond(request, body, asked, [prompt.ids], [prompt.text], build)
-
     async def complete(
         self,
         request: Request,
@@ -214,9 +227,8 @@ class Inference:
         self._check_count(body.n)
         self._check_ids([prompt])
         self.count_shared(asked.choice)
-        return self._call(
-            body, prompt, asked, Signal(), secrets.token_hex(12), shared_of(body, self.limits, self.tokenizer)
-        )
+        shared, name = shared_of(body, self.limits, self.tokenizer), secrets.token_hex(12)
+        return self._call(body, prompt, asked, asyncio.Event(), name, shared)
 
     def count_shared(self, choice: AdapterChoice) -> None:
         """Count what its aliases mean. The first MAX_ADAPTERS pairs have their own labels in metrics."""
@@ -230,6 +242,7 @@ class Inference:
         try:
             while not call.generation.finished:
                 await call.changed.wait()
+                call.changed.clear()
         finally:
             self.backend.cancel(call)
         if call.error is not None:
@@ -258,14 +271,14 @@ class Inference:
 
     async def _generate_two(self, name: str | None) -> None:
         body = CompletionRequest.model_validate({"prompt": "a", "max_tokens": 2, "temperature": 0.0})
-        asked = ResolvedRequest(AdapterChoice(name=name), self.prompts)
+        asked = ResolvedRequest(AdapterChoice(name=name), self.prompts, Names())
         prompt, shared = tuple(self.tokenizer.encode("a")), shared_of(body, self.limits, self.tokenizer)
-        await self.finish(self._call(body, prompt, asked, Signal(), "health", shared))
+        await self.finish(self._call(body, prompt, asked, asyncio.Event(), "health", shared))
 
     async def _compute_one(self, name: str | None) -> None:
         state = PooledGeneration(tuple(self.tokenizer.encode("a")), Pooling(), "health")
         choice = AdapterChoice(name=name)
-        await self.finish(Call(state, Signal(), choice.name, adapters=choice.adapters))
+        await self.finish(Call(state, asyncio.Event(), choice.name, adapters=choice.adapters))
 
     def _check_ids(self, prompts: Sequence[tuple[int, ...]]) -> None:
         most = self.limits.vocab_size - 1
@@ -285,35 +298,32 @@ class Inference:
         body: GenerationRequest,
         asked: ResolvedRequest,
         prompts: Sequence[tuple[int, ...]],
-        texts: Sequence[str] = (),
+        rendered: str = "",
         build: BuildResponse | None = None,
     ) -> Response:
-        """texts: the rendered chat template of each prompt. Empty for completions."""
+        """rendered: the chat template. Empty for completions."""
         self._check_count(len(prompts) * (getattr(body, "best_of", None) or body.n))
         if body.stream_options is not None and not body.stream:
             raise invalid_value("stream_options needs stream true", "stream_options")
         if body.truncate_prompt_tokens is not None:
             prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
-        changed, name = Signal(), name_of(request, body.request_id)
+        changed, name = asyncio.Event(), name_of(request, body.request_id)
         self.count_shared(asked.choice)
-        rendered = texts[0] if texts else ""
         shared = shared_of(body, self.limits, asked.prompts.tokenizer, rendered, self.parsers)
-        model = asked.choice.answers or body.model or asked.choice.name or self.bases[0]
         calls = [
             self._call(body, prompt, asked, changed, f"{name}-{number}", shared)
             for number, prompt in enumerate(prompts)
         ]
         with ExitStack() as stack:
             on_disconnect = self.on_disconnect if body.stream else None
-            names = asked.key, model, body.model or model
-            run = RunningCalls(self.backend, calls, changed, request, on_disconnect, *names)
+            run = RunningCalls(self.backend, calls, changed, request, on_disconnect, asked.names)
             stack.callback(run.close)
             await run.begin()
             is_chat, options = isinstance(body, ChatRequest), body.stream_options or schema.StreamOptions()
             answers = Answers(
                 [call.generation for call in calls],
                 body.n,
-                model=model,
+                model=asked.names.model,
                 fingerprint="-".join(filter(None, (self._fingerprint, calls[0].content[:12]))),
                 tokenizer=asked.prompts.tokenizer,
                 name=name,
@@ -321,14 +331,14 @@ class Inference:
                 running_usage=options.continuous_usage_stats,
                 cached_tokens=self._tells_cached,
                 reply=shared.reply,
-                expanded_prompt=texts[0] if getattr(body, "return_expanded_prompt", False) else None,
+                expanded_prompt=rendered if getattr(body, "return_expanded_prompt", False) else None,
                 echoes=_echoes(body, calls, asked.prompts.tokenizer),
             )
             usual = responses.ChatResponse if is_chat else responses.CompletionResponse
             builder = (build or usual)(answers)
             if body.stream:
                 events = run.stream(builder, options.include_usage)
-                return EventStream(events, run.watcher, stack.pop_all().close, builder.media_type)
+                return EventStream(events, stack.pop_all().close, builder.media_type)
             await run.finish()
             return JSONResponse(builder.body())
 
@@ -374,7 +384,7 @@ class Inference:
         body: GenerationRequest,
         prompt: tuple[int, ...],
         asked: ResolvedRequest,
-        changed: Signal,
+        changed: asyncio.Event,
         request_id: str,
         shared: Shared,
     ) -> Call[Generation]:

@@ -63,7 +63,8 @@ class OllamaApi:
         ids = await asked.prompts.tokenize(schema.TokenizeRequest.model_validate({"prompt": body.prompt}))
         most = self._inference.limits.max_seq_len - 1 if body.truncate else len(ids)
         completion.prompt, completion.truncate_prompt_tokens = ids, max(1, most)
-        completion.max_tokens = self._room(completion, min(len(ids), most))
+        room = self._inference.room(min(len(ids), most))
+        completion.max_tokens = room if completion.max_tokens is None else min(completion.max_tokens, room)
         build = partial(OllamaAnswer, body, started)
         return await self._inference.complete(request, completion, key, build, asked)
 
@@ -110,21 +111,22 @@ class OllamaApi:
         behind = added[before:]
         return [*ids[: most - len(behind)], *behind]
 
-    async def tags(self, key: ApiKey) -> dict[str, Any]:
-        """The models that a key may see."""
-        return {"models": await self._seen(key)}
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": VERSION})
 
-    async def running(self, key: ApiKey) -> dict[str, Any]:
+    async def tags(self, request: Request, key: ApiKey) -> Response:
+        """The models that a key may see."""
+        return JSONResponse({"models": await self._seen(key)})
+
+    async def running(self, request: Request, key: ApiKey) -> Response:
         """The base model, and the adapters in the cache."""
         tier_of = tiers(self._inference.backend.stats())
         found = await self._seen(key, tier_of)
         where = {"expires_at": NEVER, "context_length": self._inference.limits.max_seq_len}
-        return {
-            "models": [
-                {**card, **where, "size_vram": card["size"] if tier_of.get(name) == "device" else 0}
-                for card, name in ((card, self.meant(card["model"])) for card in found)
-            ]
-        }
+        for card in found:
+            on_device = tier_of.get(self.meant(card["model"])) == "device"
+            card |= where | {"size_vram": card["size"] if on_device else 0}
+        return JSONResponse({"models": found})
 
     async def show(self, request: Request, body: bodies.OllamaShow, key: ApiKey) -> Response:
         given = body.model or body.name
@@ -171,24 +173,11 @@ class OllamaApi:
         key: ApiKey,
     ) -> Response:
         started = time.monotonic_ns()
-        # Ollama fills the context, whatever num_predict is, so only the prompt has to fit.
-        wanted, chat = chat, chat.model_copy(update={"max_tokens": None})
         asked = await self._inference.ask(chat, key)
         bodies.check_thinking(body, self._thinks(asked.prompts.tokenizer))
-        if body.truncate:
-            chat, prompt = await asked.prompts.chat_that_fits(chat)
-        else:
-            prompt = await asked.prompts.chat(chat)
-        chat.max_tokens = self._room(wanted, len(prompt.ids))
         build = partial(OllamaAnswer, body, started)
-        return await self._inference.chat_from(request, chat, asked, prompt, build)
-
-    def _room(self, body: schema.GenerationRequest, num_prompt: int) -> int | None:
-        """Maximum tokens of the answer. None: as many as fit a chat."""
-        left = max(1, self._inference.limits.max_seq_len - num_prompt)
-        if body.max_tokens is None:
-            return None if isinstance(body, schema.ChatRequest) else left
-        return min(body.max_tokens, left)
+        # Ollama fills the context, whatever num_predict is, so only the prompt has to fit.
+        return await self._inference.chat(request, chat, key, build, asked, drops=body.truncate, caps=True)
 
     def _loaded(self, body: bodies.OllamaChat | bodies.OllamaGenerate, model: str, key: ApiKey) -> Response:
         """Answer to a request without a prompt: clients use it to load or unload a model."""

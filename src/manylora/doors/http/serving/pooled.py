@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from manylora.doors.http.api.schema import (
     Text,
     TokenId,
 )
-from manylora.doors.http.serving.backend import Call, Signal
+from manylora.doors.http.serving.backend import Call
 from manylora.doors.http.serving.inference import Inference, ResolvedRequest
 from manylora.doors.http.serving.keys import ApiKey
 from manylora.doors.http.serving.responses import RunningCalls
@@ -296,7 +297,7 @@ class PooledApi:
         choice = asked.choice
         check_priority(body.priority, self._inference.limits)
         self._inference.count_shared(choice)
-        changed, name = Signal(), name_of(request, body.request_id)
+        changed, name = asyncio.Event(), name_of(request, body.request_id)
         calls = [
             Call(
                 PooledGeneration(ids, pooling, f"{name}-{number}", body.cache_salt or ""),
@@ -309,15 +310,14 @@ class PooledApi:
             )
             for number, (ids, pooling) in enumerate(prompts)
         ]
-        model = choice.answers or body.model or choice.name or self._inference.bases[0]
-        backend, names = self._inference.backend, (asked.key, model, body.model or model)
-        with closing(RunningCalls(backend, calls, changed, request, None, *names)) as run:
+        backend = self._inference.backend
+        with closing(RunningCalls(backend, calls, changed, request, None, asked.names)) as run:
             await run.begin()
             await run.finish()
         values = [call.generation.values for call in calls]
         count = sum(len(ids) for ids, _ in prompts)
         metrics = calls[-1].generation.metrics
-        return Answered(name, model, [one for one in values if one is not None], count, metrics)
+        return Answered(name, asked.names.model, [one for one in values if one is not None], count, metrics)
 
 
 def _encoded(values: np.ndarray, encoding: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
@@ -14,9 +15,9 @@ from starlette.requests import Request
 from manylora.doors.http.api import logprobs
 from manylora.doors.http.api.errors import ApiError, client_left
 from manylora.doors.http.api.logprobs import TextOffsets
-from manylora.doors.http.serving.backend import Backend, Call, Signal
+from manylora.doors.http.serving.backend import Backend, Call
 from manylora.doors.http.serving.transport import watch
-from manylora.doors.http.serving.usage import report
+from manylora.doors.http.serving.usage import Names, report
 from manylora.generation.generation import Generation
 from manylora.generation.outputs import CompletionOutput
 from manylora.generation.reply import Piece, ReplyFormat, ReplyReader
@@ -433,17 +434,17 @@ def _ending(output: CompletionOutput) -> dict[str, Any]:
 
 class RunningCalls:
     """The calls of one HTTP request. A client that disconnects cancels them, and on_disconnect is called if
-    that happens during a stream. names: as of `report`.
+    that happens during a stream.
     """
 
     def __init__(
         self,
         backend: Backend,
         calls: Sequence[Call[Any]],
-        changed: Signal,
+        changed: asyncio.Event,
         request: Request,
         on_disconnect: Callable[[], None] | None,
-        *names: str,
+        names: Names,
     ) -> None:
         self._backend, self._calls, self._changed = backend, calls, changed
         self._on_disconnect, self._request = on_disconnect, request
@@ -454,7 +455,7 @@ class RunningCalls:
             self._disconnected = True
             changed.set()
 
-        self.watcher = watch(request.receive, disconnected)
+        self._watcher = watch(request.receive, disconnected)
 
     async def begin(self) -> None:
         """Start, and wait for the first change: until then an error can still become an HTTP status."""
@@ -489,11 +490,11 @@ class RunningCalls:
     def close(self) -> None:
         if self._streaming and self._on_disconnect is not None:  # the stream is not complete
             self._on_disconnect()
-        self.watcher.cancel()
+        self._watcher.cancel()
         failed = next((call.error for call in self._calls if call.error is not None), None)
         left = self._disconnected or (self._streaming and failed is None)
         status = 499 if left else 200 if failed is None else failed.status
-        report(self._backend, self._calls, self._request, status, *self._names)
+        report(self._backend, self._calls, self._request, status, self._names)
         for call in self._calls:
             if not call.generation.ended:
                 self._backend.cancel(call)
@@ -501,6 +502,7 @@ class RunningCalls:
     async def _wait(self) -> None:
         """Wait for a change. Raises ApiError if a call failed or the client disconnected."""
         await self._changed.wait()
+        self._changed.clear()
         if self._disconnected:
             raise client_left()
         for call in self._calls:

@@ -332,14 +332,8 @@ async def respond(
         body.input = [recent.resolve(key.name, item) for item in body.input]
     remember = partial(recent.add, key.name) if body.store else None
     try:
-        chat = chat_request(body)
-        asked = await inference.ask(chat, key)
-        if body.truncation == "auto":
-            chat, prompt = await asked.prompts.chat_that_fits(chat)
-        else:
-            prompt = await asked.prompts.chat(chat)
         build = partial(ResponsesAnswer, body, remember)
-        return await inference.chat_from(request, chat, asked, prompt, build)
+        return await inference.chat(request, chat_request(body), key, build, drops=body.truncation == "auto")
     except ApiError as error:
         raise in_words_of_responses(error) from error
 

@@ -10,8 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from manylora.doors.http.api.errors import ApiError, invalid_value, unsupported_field
 from manylora.doors.http.serving.backend import EngineClient
-from manylora.doors.http.serving.keys import Keyring
-from manylora.doors.http.serving.transport import credentials
+from manylora.doors.http.serving.keys import ApiKey, Keyring
 
 if TYPE_CHECKING:
     from manylora.engine.loop import EngineLoop
@@ -29,9 +28,9 @@ class SleepRoutes:
     def __init__(self, engine: EngineClient, keyring: Keyring, enabled: bool) -> None:
         self._engine, self._keyring, self._enabled = engine, keyring, enabled
 
-    async def sleep(self, request: Request) -> Response:
+    async def sleep(self, request: Request, key: ApiKey) -> Response:
         """Answers once the open requests have ended and memory is free."""
-        loop, query = self._loop(request), request.query_params
+        loop, query = self._loop(request, key), request.query_params
         level = query.get("level", "1")
         if level not in ("1", "2"):
             raise invalid_value("level must be 1 or 2", "level")
@@ -40,19 +39,19 @@ class SleepRoutes:
         await asyncio.wrap_future(loop.sleep(int(level)))
         return Response()
 
-    async def wake_up(self, request: Request) -> Response:
-        loop = self._loop(request)
+    async def wake_up(self, request: Request, key: ApiKey) -> Response:
+        loop = self._loop(request, key)
         await asyncio.wrap_future(loop.wake_up(request.query_params.getlist("tags") or None))
         return Response()
 
-    async def is_sleeping(self, request: Request) -> Response:
-        return JSONResponse({"is_sleeping": self._loop(request, change=False).is_sleeping})
+    async def is_sleeping(self, request: Request, key: ApiKey) -> Response:
+        return JSONResponse({"is_sleeping": self._loop(request).is_sleeping})
 
-    def _loop(self, request: Request, change: bool = True) -> EngineLoop:
-        key = self._keyring.identify(credentials(request))
+    def _loop(self, request: Request, key: ApiKey | None = None) -> EngineLoop:
+        """key: that changes something."""
         if not self._enabled:
             raise ApiError(404, "not_found", f"{request.url.path} needs --enable-sleep-mode")
-        if change:
+        if key is not None:
             self._keyring.check_operator(key)
         loop = self._engine.loop
         assert loop is not None  # enable_sleep_mode is refused with triton_url

@@ -46,10 +46,10 @@ class TgiApi:
         """POST /, which clients of TGI use. Its complete answer is in a list."""
         return await self._answer(request, body, key, body.stream, as_list=True)
 
-    def info(self) -> dict[str, Any]:
+    async def info(self, request: Request, key: ApiKey) -> Response:
         inference = self._inference
         most = inference.limits.max_seq_len
-        return {
+        found = {
             "model_id": inference.bases[0],
             "model_sha": None,
             "model_dtype": f"torch.{inference.model.dtype}",
@@ -63,6 +63,7 @@ class TgiApi:
             "router": "manylora",
             "version": __version__,
         }
+        return JSONResponse(found)
 
     async def _answer(
         self, request: Request, body: TgiRequest, key: ApiKey, stream: bool, as_list: bool = False
@@ -74,8 +75,7 @@ class TgiApi:
             ids = await asked.prompts.encode(body.inputs, True, "prompt", given.truncate is None)
             ids = ids[-given.truncate :] if given.truncate else ids
             ends = asked.end_ids(inference.model)
-            room = max(1, inference.limits.max_seq_len - len(ids))
-            completion = completion_request(body, adapters, ids, room, ends, stream)
+            completion = completion_request(body, adapters, ids, inference.room(len(ids)), ends, stream)
             seed = completion.seed if given.samples else None
             build = partial(TgiAnswer, body, seed, as_list)
             return await inference.complete(request, completion, key, build, asked)

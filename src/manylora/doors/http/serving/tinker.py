@@ -36,7 +36,7 @@ from manylora.doors.http.api.schema import (
 from manylora.doors.http.serving.backend import Call
 from manylora.doors.http.serving.inference import Inference
 from manylora.doors.http.serving.keys import ApiKey
-from manylora.doors.http.serving.usage import report
+from manylora.doors.http.serving.usage import Names, report
 from manylora.generation.generation import Generation
 from manylora.generation.outputs import TokenLogprob
 
@@ -58,10 +58,10 @@ TINKER_ROUTES = [
     ("POST", "/api/v1/asample", "tinker.asample"),
     ("POST", "/api/v1/retrieve_future", "tinker.retrieve_future"),
     ("POST", "/api/v1/create_sampling_session", "tinker.create_sampling_session"),
-    ("GET", "/api/v1/healthz", "tinker_other"),
-    ("GET", "/api/v1/get_server_capabilities", "tinker_other"),
-    ("GET", "/api/v1/samplers/{name:path}", "tinker_other"),
-    ("POST", "/api/v1/{name:path}", "tinker_other"),
+    ("GET", "/api/v1/healthz", "tinker.other"),
+    ("GET", "/api/v1/get_server_capabilities", "tinker.other"),
+    ("GET", "/api/v1/samplers/{name:path}", "tinker.other"),
+    ("POST", "/api/v1/{name:path}", "tinker.other"),
 ]
 
 
@@ -126,8 +126,10 @@ class TinkerApi:
         # By request id, the oldest first: the key's name, and what `retrieve_future` answers.
         self._kept: dict[str, tuple[str, asyncio.Task[Response]]] = {}
 
-    def other(self, path: str, key: ApiKey) -> dict[str, Any]:
-        """path: below /api/v1/."""
+    async def other(self, request: Request, key: ApiKey) -> Response:
+        return JSONResponse(self._other(request.url.path.removeprefix("/api/v1/"), key))
+
+    def _other(self, path: str, key: ApiKey) -> dict[str, Any]:
         bases = self._inference.bases
         if path in FIXED:
             return FIXED[path]
@@ -168,7 +170,7 @@ class TinkerApi:
                 "model": model,
                 "prompt": list(ids),
                 "n": body.num_samples,
-                "max_tokens": given.max_tokens or max(1, inference.limits.max_seq_len - len(ids)),
+                "max_tokens": given.max_tokens or inference.room(len(ids)),
                 **given.model_dump(include={"seed", "temperature", "top_k", "top_p"}),
                 # As there: no defaults of the model's, and what ended an output is part of it.
                 **{"min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True},
@@ -180,8 +182,7 @@ class TinkerApi:
             }
             call = inference.prepare(validate(completion, CompletionRequest), ids, asked)
             self._make_room(body.num_samples)
-            names = key.name, asked.choice.answers or model, model
-            run = self._run(call, body, stack.pop_all(), request, names)
+            run = self._run(call, body, stack.pop_all(), request, asked.names)
             name, task = secrets.token_hex(16), asyncio.create_task(run)
         self._kept[name] = key.name, task
         samples = [f"{name}:{number}" for number in range(body.num_samples)]
@@ -216,7 +217,7 @@ class TinkerApi:
         body: SampleRequest,
         open_request: ExitStack,
         request: Request,
-        names: tuple[str, ...],
+        names: Names,
     ) -> Response:
         with open_request:
             status = 499
@@ -232,7 +233,7 @@ class TinkerApi:
                 category = "user" if status < 500 else "server"
                 return JSONResponse({"error": error.message, "category": category})
             finally:
-                report(self._inference.backend, [call], request, status, *names)
+                report(self._inference.backend, [call], request, status, names)
 
     def _model(self, given: str, key: ApiKey) -> str:
         """The name that a path or a base model means."""

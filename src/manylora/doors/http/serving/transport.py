@@ -143,13 +143,12 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncIterator[bytes],
-        watcher: asyncio.Task[None],
         close: Callable[[], None],
         media_type: str = "text/event-stream",
     ) -> None:
         super().__init__(headers=HEADERS, media_type=media_type)
         del self.headers["content-length"]
-        self._events, self._watcher, self.on_close = events, watcher, [close]
+        self._events, self.on_close = events, [close]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -158,7 +157,6 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._watcher.cancel()
             for close in self.on_close:
                 close()
 

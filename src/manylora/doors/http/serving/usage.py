@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from functools import cached_property
 from logging.handlers import QueueListener, WatchedFileHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 
@@ -32,17 +32,21 @@ MAX_WAITING, CLOSE_S = 10_000, 5.0  # lines that may wait for the disk, and how 
 CHATS = "chat", "messages", "responses"  # parts of their paths
 
 
+class Names(NamedTuple):
+    """key: of the API key. model: that answers. asked: the model that was asked for."""
+
+    key: str = ""
+    model: str = ""
+    asked: str = ""
+
+
 @dataclass(frozen=True)
 class FinishedRequest:
-    """A request to the engine that has ended. status: of HTTP; 499: the client left. key: name of the API
-    key. model: that answered. asked: the model that was asked for. calls: one per prompt.
-    """
+    """A request to the engine that has ended. status: of HTTP; 499: the client left. calls: per prompt."""
 
     request: Request
     status: int
-    key: str
-    model: str
-    asked: str
+    names: Names
     calls: tuple[Call[Any], ...]
     ended: float  # time.monotonic
 
@@ -79,8 +83,8 @@ class FinishedRequest:
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "request_id": request_id(self.request),
             "route": self.request.url.path,
-            "key": self.key,
-            "model": self.model,
+            "key": self.names.key,
+            "model": self.names.model,
             "adapter": call.adapter,
             "version": version.number if version is not None else None,
             "digest": call.content or None,
@@ -103,13 +107,13 @@ class FinishedRequest:
         prompt, cached, output = self.tokens
         found: dict[str, Any] = {
             "gen_ai.operation.name": operation,
-            "gen_ai.request.model": self.asked,
-            "gen_ai.response.model": self.model,
+            "gen_ai.request.model": self.names.asked,
+            "gen_ai.response.model": self.names.model,
             "gen_ai.request.id": request_id(request),
             "gen_ai.usage.input_tokens": prompt,
             "gen_ai.usage.output_tokens": output,
             "gen_ai.usage.cache_read.input_tokens": cached,
-            "manylora.key": self.key,
+            "manylora.key": self.names.key,
             "manylora.adapter.name": call.adapter,
             "manylora.adapter.version": None if version is None else version.number,
             "manylora.adapter.digest": call.content or None,
@@ -135,18 +139,10 @@ class FinishedRequest:
         tracer.record(found, self.phases, self.ended - call.arrived, parent, problem)
 
 
-def report(
-    backend: Backend,
-    calls: Sequence[Call[Any]],
-    request: Request,
-    status: int,
-    key: str,
-    model: str,
-    asked: str,
-) -> None:
+def report(backend: Backend, calls: Sequence[Call[Any]], request: Request, status: int, names: Names) -> None:
     """Tell the usage log and the traces of calls that have ended. The fields are FinishedRequest's."""
     if backend.on_finished:
-        done = FinishedRequest(request, status, key, model, asked, tuple(calls), time.monotonic())
+        done = FinishedRequest(request, status, names, tuple(calls), time.monotonic())
         for tell in backend.on_finished:
             tell(done)
 

@@ -27,29 +27,6 @@ from manylora.model.checkpoint import read_model_config
 from manylora.request import Event
 
 
-def test_a_hot_adapter_waits_for_itself_only() -> None:
-    """100 requests of one adapter ahead of one each of three others: these go next, not last."""
-
-    async def run() -> list[str]:
-        queue, order = FairQueue(2), []
-
-        async def one(key: str) -> None:
-            async with queue.turn(key, 1):
-                order.append(key)
-                await asyncio.sleep(0)
-
-        tasks = [asyncio.create_task(one("hot")) for _ in range(100)]
-        await asyncio.sleep(0)
-        tasks += [asyncio.create_task(one(key)) for key in ("a", "b", "c")]
-        await asyncio.gather(*tasks)
-        assert queue.num_waiting == 0 and not queue.waiting_keys
-        return order
-
-    order = asyncio.run(run())
-    assert len(order) == 103
-    assert max(order.index(key) for key in "abc") < 12
-
-
 def served(requests: list[tuple[str, int, int]], output: int = 0) -> list[str]:
     """The order in which these wait for one slot: key, tokens, priority."""
 
@@ -70,6 +47,8 @@ def served(requests: list[tuple[str, int, int]], output: int = 0) -> list[str]:
 
 
 def test_turns_are_shared_by_tokens() -> None:
+    order = served([*[("hot", 1, 0)] * 100, *((key, 1, 0) for key in "abc")])
+    assert len(order) == 103 and max(order.index(key) for key in "abc") < 12  # next, not last
     both = [("long", 1000, 0), ("short", 100, 0)] * 11
     order = served(both)
     assert order[:2] == ["long", "short"] and order.index("long", 1) == 11  # 10 of 100 for one of 1000
@@ -181,7 +160,7 @@ def test_every_route_counts_towards_a_keys_limits_or_says_why_not() -> None:
         *(f"batches.{name}" for name in ("upload", "delete", "content", "create", "cancel")),
         "messages", "count_tokens", "tgi.generate", "tgi.generate_stream", "tgi.compat",
         "tinker.create_sampling_session", "reset_prefix_cache",
-        *(f"sleeping.{name}" for name in ("sleep", "wake_up", "is_sleeping")),
+        "sleep", "wake_up", "is_sleeping",
     }  # fmt: skip
 
 
@@ -190,10 +169,12 @@ def test_every_route_counts_towards_a_keys_limits_or_says_why_not() -> None:
     [
         ({}, "must have sha256"),
         ({"sha256": "abc"}, "64 hexadecimal"),
-        ({"sha256": "a" * 64, "adapter": ["x"]}, "must have sha256"),
-        ({"sha256": "a" * 64, "adapters": "x"}, "list of names"),
-        ({"sha256": "a" * 64, "admin": 1}, "true or false"),
-        ({"sha256": "a" * 64, "requests_per_minute": -1}, "requests_per_minute must be a number"),
+        ({"sha256": "a" * 64, "adapters": "x"}, "adapters: .* valid list"),
+        ({"sha256": "a" * 64, "admin": 1}, "admin: .* valid boolean"),
+        (
+            {"sha256": "a" * 64, "requests_per_minute": -1},
+            "minute: .* greater than or equal to 0",
+        ),
     ],
 )
 def test_key_files_that_are_wrong_are_refused(tmp_path: Path, entry: dict[str, Any], words: str) -> None:
@@ -230,12 +211,9 @@ def test_names(name: str, good: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("max_batchsize: 8", "did you mean max_batch_size"),
         ("lora_config: {max_rank: 8}", "did you mean max_lora_rank"),
         ("frobnicate: 1", "options are host, port"),
         ("[1]", "must hold options"),
-        ("lora_config: [1]", "must hold its fields by name"),
-        ("max_batch_size: many", "max_batch_size"),
         ("open_metrics: 'yes'", "true or false"),
         ("a: [", "cannot be read"),
     ],

@@ -71,7 +71,10 @@ async def _answer(source: Path, output: Path, options: ServeOptions) -> int:
     except ServerEndedError:
         print("manylora run-batch: the engine has stopped; the same command goes on", file=sys.stderr)
         return 1
-    answers.write(lines, output)
+    partial = output.with_name(f"{output.name}.partial")
+    with partial.open("wb") as file:
+        answers.write(lines, file)
+    partial.replace(output)
     failed = sum(not answers.succeeded(line) for line in lines)
     answers.close()
     answers.path.unlink()

@@ -8,6 +8,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -18,7 +19,7 @@ from manylora.adapters.catalog.pinning import Pinning
 from manylora.adapters.catalog.shared import SharedAdapters
 from manylora.adapters.catalog.uploads import Kept, Uploads
 from manylora.doors.http.api.errors import ApiError, adapter_problem, as_api_error, check_name, invalid_value
-from manylora.doors.http.api.parsing import validate
+from manylora.doors.http.api.parsing import api_error
 from manylora.doors.http.api.schema import LoadRequest, LoadTerms, PinRequest, UnloadRequest
 from manylora.doors.http.serving.keys import ApiKey, Keyring
 from manylora.doors.http.serving.transport import check_encoding, content_type, declared_length
@@ -262,17 +263,8 @@ def deleted(name: str, running: int) -> Response:
 
 def _query_terms(request: Request) -> LoadTerms:
     """Raises ApiError."""
-    given: dict[str, Any] = {
-        name: value for name, value in request.query_params.items() if name in LoadTerms.model_fields
-    }
-    for name in ("load_inplace", "pinned", "public"):
-        if name in given:
-            if given[name].lower() not in ("true", "false"):
-                raise invalid_value(f"{name} must be true or false", name)
-            given[name] = given[name].lower() == "true"
-    if "idle_ttl_seconds" in given:
-        try:
-            given["idle_ttl_seconds"] = float(given["idle_ttl_seconds"])
-        except ValueError as error:
-            raise invalid_value("idle_ttl_seconds must be a number", "idle_ttl_seconds") from error
-    return validate(given, LoadTerms)
+    given = {name: value for name, value in request.query_params.items() if name in LoadTerms.model_fields}
+    try:
+        return LoadTerms.model_validate_strings(given, strict=False)
+    except ValidationError as error:
+        raise api_error(error) from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,7 +29,15 @@ from manylora.adapters.catalog.shared import SharedAdapters
 from manylora.adapters.catalog.uploads import Uploads
 from manylora.config.pooling import PoolingSettings
 from manylora.doors.http.adapter_routes import ADAPTER_ROUTES, AdapterRoutes
-from manylora.doors.http.api.errors import ApiError, as_api_error, check_name, client_left, renamed
+from manylora.doors.http.api.errors import (
+    ApiError,
+    as_api_error,
+    check_name,
+    client_left,
+    invalid_value,
+    renamed,
+    unsupported_field,
+)
 from manylora.doors.http.api.ollama_request import NAMES
 from manylora.doors.http.api.parsing import BodyT, parse
 from manylora.doors.http.api.schema import DetokenizeRequest, TokenizeRequest
@@ -45,7 +53,6 @@ from manylora.doors.http.serving.metrics import CONTENT_TYPE, Metrics
 from manylora.doors.http.serving.models import adapter_card, base_card, state_of, tiers
 from manylora.doors.http.serving.pooled import PooledApi
 from manylora.doors.http.serving.responses_api import RecentItems, respond
-from manylora.doors.http.serving.sleep import SLEEP_ROUTES, SleepRoutes
 from manylora.doors.http.serving.tinker import TINKER_ROUTES, TinkerApi
 from manylora.doors.http.serving.transport import EventStream, error_response, request_id
 from manylora.doors.http.serving.usage import UsageLog
@@ -53,6 +60,9 @@ from manylora.doors.triton.metrics import Sample
 from manylora.errors import SleepingError
 from manylora.system.tracing import Tracer
 from manylora.version import __version__
+
+if TYPE_CHECKING:
+    from manylora.engine.loop import EngineLoop
 
 logger = logging.getLogger("manylora")
 
@@ -124,13 +134,8 @@ def make_app(start: Callable[[], Awaitable[AppContext]], middleware: Sequence[Mi
             context.uploads.close()
 
     routes = [Route(path, _endpoint(name, path), methods=[method]) for method, path, name in ROUTES]
-    handlers = {HTTPException: _http_error, Exception: _unexpected}
-    return Starlette(
-        routes=routes,
-        exception_handlers=handlers,  # type: ignore[arg-type]
-        lifespan=lifespan,
-        middleware=middleware,
-    )
+    handlers = {HTTPException: _http_error}
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan, middleware=middleware)  # type: ignore[arg-type]
 
 
 ROUTES = [
@@ -176,7 +181,9 @@ ROUTES = [
     *(("POST", f"{prefix}/rerank", "pooled.rerank") for prefix in ("/v1", "/v2", "")),
     *(("POST", f"{prefix}/pooling", "pooled.pooling") for prefix in ("/v1", "")),
     *BATCH_ROUTES,
-    *SLEEP_ROUTES,
+    ("POST", "/sleep", "sleep"),  # vLLM's, as the next two
+    ("POST", "/wake_up", "wake_up"),
+    ("GET", "/is_sleeping", "is_sleeping"),
     *TINKER_ROUTES,
 ]
 """HTTP method, path, attribute of _Routes: a function of the request, the body if it is in BODIES, and the
@@ -226,8 +233,6 @@ class _Routes:
             context.shared,
         )
         self.batches = BatchRoutes(batches)
-        enabled = context.options.enable_sleep_mode
-        self.sleeping = SleepRoutes(context.backend.engine, context.keyring, enabled)
         self._body_memory = transport.BodyMemory(BODIES_AT_ONCE * context.options.max_request_bytes)
         self._parsing = asyncio.Lock()
         inference.on_disconnect = context.metrics.count_disconnect
@@ -330,6 +335,35 @@ class _Routes:
         else:
             self.context.backend.engine.reset_prefix_cache(None)
         return Response()
+
+    async def sleep(self, request: Request, key: ApiKey) -> Response:
+        """Answers once the open requests have ended and memory is free."""
+        loop, query = self._sleeper(request, key), request.query_params
+        level = query.get("level", "1")
+        if level not in ("1", "2"):
+            raise invalid_value("level must be 1 or 2", "level")
+        if query.get("mode", "wait") != "wait":
+            raise unsupported_field("mode must be wait: open requests are finished first", "mode")
+        await asyncio.wrap_future(loop.sleep(int(level)))
+        return Response()
+
+    async def wake_up(self, request: Request, key: ApiKey) -> Response:
+        loop = self._sleeper(request, key)
+        await asyncio.wrap_future(loop.wake_up(request.query_params.getlist("tags") or None))
+        return Response()
+
+    async def is_sleeping(self, request: Request, key: ApiKey) -> Response:
+        return JSONResponse({"is_sleeping": self._sleeper(request).is_sleeping})
+
+    def _sleeper(self, request: Request, key: ApiKey | None = None) -> EngineLoop:
+        """key: that changes something."""
+        if not self.context.options.enable_sleep_mode:
+            raise ApiError(404, "not_found", f"{request.url.path} needs --enable-sleep-mode")
+        if key is not None:
+            self.context.keyring.check_operator(key)
+        loop = self.context.backend.engine.loop
+        assert loop is not None  # enable_sleep_mode is refused with triton_url
+        return loop
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -455,7 +489,3 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     response = _error_at(request, path, ApiError(error.status_code, status.name.lower(), reason))
     response.headers["x-request-id"] = request_id(request)
     return response
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(500, "internal_error", "The server failed to answer this request"))

@@ -195,19 +195,16 @@ class AnswerFile:
         self._place(line.digest, self._end, len(raw) + 1, ok)
         self._end += len(raw) + 1
 
-    def write(self, lines: Sequence[BatchLine], output: Path, *, ok: bool | None = None) -> None:
-        """Write the answers in the order of their requests, whole or not at all. ok: None: all of them."""
-        partial = output.with_name(f"{output.name}.partial")
-        with partial.open("wb") as file:
-            for line in lines:
-                offset, size, success = self._places.get(line.digest, (0, 0, False))
-                if size and ok in (None, success):
-                    self._file.seek(offset)
-                    answer = json.loads(self._file.read(size))["answer"]
-                    file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(output)
+    def write(self, lines: Sequence[BatchLine], output: BinaryIO, *, ok: bool | None = None) -> None:
+        """Write the answers in the order of their requests. ok: None: all of them."""
+        for line in lines:
+            offset, size, success = self._places.get(line.digest, (0, 0, False))
+            if size and ok in (None, success):
+                self._file.seek(offset)
+                answer = json.loads(self._file.read(size))["answer"]
+                output.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+        output.flush()
+        os.fsync(output.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -247,7 +244,7 @@ async def answer_lines(
                         wait_s *= 2
                 body = json.loads(answer.body)
                 told = {"status_code": answer.status, "request_id": answer.request_id, "body": body}
-                answers.add(line, _result(line, told, None), ok=answer.status == 200)
+                answers.add(line, result(line, told), ok=answer.status == 200)
                 answered()
 
         workers = [asyncio.create_task(work()) for _ in range(min(at_once, len(lines)))]
@@ -259,12 +256,8 @@ async def answer_lines(
             await asyncio.gather(*workers, return_exceptions=True)
 
 
-def unanswered(line: BatchLine, code: str, message: str) -> dict[str, Any]:
-    """The answer of a line that was never asked."""
-    return _result(line, None, {"code": code, "message": message})
-
-
-def _result(line: BatchLine, response: Any, error: Any) -> dict[str, Any]:
+def result(line: BatchLine, response: Any = None, error: Any = None) -> dict[str, Any]:
+    """The answer to a line. error: why it was never asked."""
     name = f"batch_req_{secrets.token_hex(12)}"
     return {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
 
@@ -273,17 +266,10 @@ async def ask(app: ASGIApp, path: str, body: bytes, state: dict[str, Any]) -> An
     """One POST request to an application in this process. Raises ServerEndedError."""
     scope = {
         "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
         "method": "POST",
-        "scheme": "http",
         "path": path,
-        "raw_path": path.encode(),
         "query_string": b"",
-        "root_path": "",
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-        "client": ("127.0.0.1", 0),
-        "server": None,
         **state,
     }
     sent, left = False, asyncio.Event()

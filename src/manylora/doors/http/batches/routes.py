@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from shutil import copyfileobj
 from typing import Any
 
 from starlette.datastructures import UploadFile
@@ -60,7 +62,9 @@ class BatchRoutes:
                 raise ApiError(400, "missing_field", reason, "file")
             if purpose != "batch":
                 raise invalid_value("purpose must be batch", "purpose")
-            made = await self._store.add(key.name, file.filename or "batch.jsonl", "batch", file.file)
+            made = await self._store.add(
+                key.name, file.filename or "batch.jsonl", "batch", partial(copyfileobj, file.file)
+            )
         finally:
             await form.close()
         return JSONResponse(made.card())

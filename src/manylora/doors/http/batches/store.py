@@ -9,10 +9,10 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -171,21 +171,23 @@ class BatchStore:
         finally:
             self._receiving -= received
 
-    async def add(self, owner: str, filename: str, purpose: str, content: BinaryIO) -> StoredFile:
-        """Keep a copy of a file's content. Raises ApiError 507 if the disk does not take it."""
+    async def add(
+        self, owner: str, filename: str, purpose: str, write: Callable[[BinaryIO], object]
+    ) -> StoredFile:
+        """Keep what `write` writes, on a thread. Raises ApiError 507 if the disk does not take it."""
         if len(self.files) >= MAX_FILES:
             raise ApiError(413, "too_many_files", f"There may be {MAX_FILES} files: delete one of them")
         name, now = f"file-{secrets.token_hex(12)}", int(time.time())
         made = StoredFile(name, owner, filename[:255], purpose, 0, now)
         path = self.path(made)
 
-        def copy() -> int:
+        def fill() -> int:
             with path.open("xb") as file:
-                shutil.copyfileobj(content, file, 2**20)
+                write(file)
                 return file.tell()
 
         try:
-            made = replace(made, bytes=await asyncio.to_thread(copy))
+            made = replace(made, bytes=await asyncio.to_thread(fill))
             self._write(path.with_name(f"{path.name}.json"), asdict(made))
         except OSError as error:
             path.unlink(missing_ok=True)
@@ -309,8 +311,8 @@ class BatchStore:
             except asyncio.TimeoutError:
                 for line in lines:
                     if line not in answers:
-                        expired = batch_lines.unanswered(line, "batch_expired", "The batch has expired")
-                        answers.add(line, expired, ok=False)
+                        error = {"code": "batch_expired", "message": "The batch has expired"}
+                        answers.add(line, batch_lines.result(line, error=error), ok=False)
                 return "expired"
         except NoRoomError as error:
             batch.errors = [problem("no_room", f"{error}: delete files, and make a batch of the others")]
@@ -329,10 +331,12 @@ class BatchStore:
         self._keep(batch)
         while True:
             try:
-                if batch.output_file_id is None and answers.completed:
-                    batch.output_file_id = await self._add_results(batch, lines, answers, ok=True)
-                if batch.error_file_id is None and answers.failed:
-                    batch.error_file_id = await self._add_results(batch, lines, answers, ok=False)
+                for what, count in (("output", answers.completed), ("error", answers.failed)):
+                    if getattr(batch, f"{what}_file_id") is None and count:
+                        write = partial(answers.write, lines, ok=what == "output")
+                        name = f"{batch.id}_{what}.jsonl"
+                        made = await self.add(batch.owner, name, "batch_output", write)
+                        setattr(batch, f"{what}_file_id", made.id)
                 break
             except (ApiError, OSError) as error:
                 logger.warning("the answers of %s cannot be written: %s", batch.id, error)
@@ -341,19 +345,6 @@ class BatchStore:
                     break
                 await asyncio.sleep(RETRY_S)
         self._end(batch, status)
-
-    async def _add_results(
-        self, batch: Batch, lines: list[BatchLine], answers: AnswerFile, *, ok: bool
-    ) -> str:
-        """The id of a file with the answers that succeeded, or that did not. Raises ApiError, OSError."""
-        path = answers.path.with_suffix(".results")
-        try:
-            await asyncio.to_thread(answers.write, lines, path, ok=ok)
-            with path.open("rb") as content:
-                name = f"{batch.id}_{'output' if ok else 'error'}.jsonl"
-                return (await self.add(batch.owner, name, "batch_output", content)).id
-        finally:
-            path.unlink(missing_ok=True)
 
     def _fail(self, batch: Batch, code: str, message: str) -> None:
         batch.errors = [problem(code, message)]
@@ -380,6 +371,6 @@ class BatchStore:
     @staticmethod
     def _write(path: Path, value: dict[str, Any]) -> None:
         """Whole, or not at all. Raises OSError."""
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(value), encoding="utf-8")
-        partial.replace(path)
+        whole = path.with_suffix(".partial")
+        whole.write_text(json.dumps(value), encoding="utf-8")
+        whole.replace(path)

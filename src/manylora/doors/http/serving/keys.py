@@ -10,19 +10,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import yaml
+from pydantic import Field, TypeAdapter, ValidationError
 from starlette.requests import Request
 
 from manylora.doors.http.api.errors import ApiError
 from manylora.errors import ConfigError
 
 ANYONE = "anyone"  # name of all clients, if there are no keys
-LIMITS = ("max_concurrent", "requests_per_minute", "max_adapters", "max_adapter_bytes")
-FIELDS = {"name", "sha256", "adapters", "base", "admin", "load", *LIMITS}
+DIGEST = re.compile("[0-9a-f]{64}")
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 ORIGIN = re.compile(
     r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?|null"
@@ -31,6 +33,8 @@ PATTERN = re.compile(r"\*|(\*\.)?[a-z0-9._-]+|\[?[0-9a-f:.]+\]?")
 # Names of private networks. Nobody can register them, so no attacker's name server answers for them.
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".svc")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+Flag = Annotated[bool, Field(strict=True)]
+Limit = Annotated[int, Field(strict=True, ge=0)]
 
 
 @dataclass(eq=False)
@@ -44,15 +48,15 @@ class ApiKey:
 
     name: str
     adapters: tuple[str, ...] = ("*",)
-    base: bool = True
-    admin: bool = False
-    load: bool = False
-    max_adapters: int = 0
-    max_adapter_bytes: int = 0
-    max_concurrent: int = 0
-    requests_per_minute: int = 0
-    num_open: int = field(default=0, repr=False)
-    _due_at: float = field(default=0.0, repr=False)  # when the full budget is available again
+    base: Flag = True
+    admin: Flag = False
+    load: Flag = False
+    max_adapters: Limit = 0
+    max_adapter_bytes: Limit = 0
+    max_concurrent: Limit = 0
+    requests_per_minute: Limit = 0
+    num_open: int = field(default=0, init=False, repr=False)
+    _due_at: float = field(default=0.0, init=False, repr=False)  # when the full budget is available again
 
     def may_see(self, adapter: str | None, owner: str = "") -> bool:
         """Whether it may use this adapter; None: the base model. owner: of one that is not public."""
@@ -166,28 +170,23 @@ def _read(path: Path) -> dict[str, ApiKey]:
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"api keys: {path} must have a list of keys under 'keys'")
     keys: dict[str, ApiKey] = {}
-    for number, entry in enumerate(entries):
-        where = f"api keys: {path}: key {number + 1}"
-        if not isinstance(entry, dict) or set(entry) - FIELDS or "sha256" not in entry:
-            more = ", ".join(sorted(FIELDS - {"sha256"}))
-            raise ConfigError(f"{where} must have sha256 and may have {more}")
-        digest, adapters = str(entry["sha256"]).lower(), entry.get("adapters", ["*"])
-        if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-            raise ConfigError(f"{where}: sha256 must be 64 hexadecimal digits")
-        if not isinstance(adapters, list) or not all(isinstance(one, str) for one in adapters):
-            raise ConfigError(f"{where}: adapters must be a list of names or patterns")
-        for flag in ("base", "admin", "load"):
-            if not isinstance(entry.get(flag, False), bool):
-                raise ConfigError(f"{where}: {flag} must be true or false")
-        for limit in LIMITS:
-            most = entry.get(limit, 0)
-            if not isinstance(most, int) or isinstance(most, bool) or most < 0:
-                raise ConfigError(f"{where}: {limit} must be a number, 0 for no limit")
+    fields, adapter = [one.name for one in dataclass_fields(ApiKey) if one.init], TypeAdapter(ApiKey)
+    for number, entry in enumerate(entries, start=1):
+        where = f"api keys: {path}: key {number}"
+        given = dict(entry) if isinstance(entry, dict) else {}
+        digest = str(given.pop("sha256", "")).lower()
+        if not DIGEST.fullmatch(digest) or not given.keys() <= {*fields}:
+            more = ", ".join(fields)
+            raise ConfigError(f"{where} must have sha256, of 64 hexadecimal digits, and may have {more}")
         if digest in keys:
             raise ConfigError(f"{where} is there twice")
-        given = {field: value for field, value in entry.items() if field != "sha256"}
-        given |= {"name": str(entry.get("name", digest[:8])), "adapters": tuple(adapters)}
-        keys[digest] = ApiKey(**given)
+        try:
+            keys[digest] = adapter.validate_python(given | {"name": str(given.get("name", digest[:8]))})
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(
+                f"{where}: {first['loc'][0]}: {first['msg'].replace('tuple', 'list')}"
+            ) from error
     return keys
 
 

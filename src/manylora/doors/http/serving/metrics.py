@@ -178,14 +178,8 @@ class Point:
 
     def body(self) -> dict[str, float | None]:
         """As JSON. The times are None if no sequence ended."""
-        return {
-            "number": self.number,
-            "tokens_per_s": round(self.tokens / self.seconds, 1),
-            "requests_per_s": round(self.sequences / self.seconds, 2),
-            "running": self.running,
-            "waiting": self.waiting,
-            **_times(self.first_token, self.latency),
-        }
+        counts = {"number": self.number, "running": self.running, "waiting": self.waiting}
+        return counts | _figures([self])
 
 
 class History:
@@ -237,23 +231,19 @@ class History:
 
     def summary(self) -> dict[str, float | None]:
         """The last minute as one point."""
-        recent = list(self._points)[-SUMMARY_POINTS:]
-        seconds = sum(point.seconds for point in recent) or 1.0
-        return {
-            "tokens_per_s": round(sum(point.tokens for point in recent) / seconds, 1),
-            "requests_per_s": round(sum(point.sequences for point in recent) / seconds, 2),
-            **_times(
-                [value for point in recent for value in point.first_token],
-                [value for point in recent for value in point.latency],
-            ),
-        }
+        return _figures(list(self._points)[-SUMMARY_POINTS:])
 
 
-def _times(first_token: Sequence[float], latency: Sequence[float]) -> dict[str, float | None]:
-    """Percentiles by nearest rank, in milliseconds."""
-    found: dict[str, float | None] = {}
-    for name, seconds in (("ttft", sorted(first_token)), ("latency", sorted(latency))):
+def _figures(points: Sequence[Point]) -> dict[str, float | None]:
+    """Rates, and percentiles by nearest rank in milliseconds."""
+    seconds = sum(one.seconds for one in points) or 1.0
+    found: dict[str, float | None] = {
+        "tokens_per_s": round(sum(one.tokens for one in points) / seconds, 1),
+        "requests_per_s": round(sum(one.sequences for one in points) / seconds, 2),
+    }
+    for name, field in (("ttft", "first_token"), ("latency", "latency")):
+        times = sorted(value for one in points for value in getattr(one, field))
         for part, suffix in ((0.5, "p50_ms"), (0.95, "p95_ms")):
-            at = min(len(seconds) - 1, int(part * len(seconds)))
-            found[f"{name}_{suffix}"] = round(1000 * seconds[at], 1) if seconds else None
+            at = min(len(times) - 1, int(part * len(times)))
+            found[f"{name}_{suffix}"] = round(1000 * times[at], 1) if times else None
     return found

@@ -153,14 +153,13 @@ class PooledApi:
         """The values are the embeddings."""
         self._check_dimensions(body)
         asked = await self._inference.ask(body, key)
-        prompts = await self._prompts(body.input, body, Pooling(self._settings.mode), asked)
-        done = await self._run(request, body, prompts, asked)
+        done = await self._pool(request, body, asked, body.input, Pooling(self._settings.mode))
         return replace(done, values=self._embeddings(done, body))
 
     async def classify(self, request: Request, body: ClassifyRequest, key: ApiKey) -> Response:
         asked = await self._inference.ask(body, key)
-        prompts = await self._prompts(body.input, body, pooled.pooling_of("classify", self._settings), asked)
-        done = await self._run(request, body, prompts, asked)
+        pooling = pooled.pooling_of("classify", self._settings)
+        done = await self._pool(request, body, asked, body.input, pooling)
         data = []
         for index, logits in enumerate(done.values):
             probs = pooled.probabilities(logits, self._settings, body.use_activation)
@@ -177,8 +176,7 @@ class PooledApi:
         elif body.dimensions is not None:
             reason = f"dimensions only apply to embeddings: leave it out with task {task}"
             raise invalid_value(reason, "dimensions")
-        prompts = await self._prompts(body.input, body, pooling, asked)
-        done = await self._run(request, body, prompts, asked)
+        done = await self._pool(request, body, asked, body.input, pooling)
         if pooling.head:
             found = [pooled.probabilities(one, self._settings, body.use_activation) for one in done.values]
         else:
@@ -235,8 +233,7 @@ class PooledApi:
             except ValueError as error:
                 raise invalid_value(str(error), "model") from error
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # embed a repeated query once
-        prompts = await self._prompts(texts, body, Pooling(self._settings.mode), asked, field)
-        done = await self._run(request, body, prompts, asked)
+        done = await self._pool(request, body, asked, texts, Pooling(self._settings.mode), field)
         by_text = {
             text: pooled.embedding(values, self._settings, PoolingParams())
             for text, values in zip(texts, done.values, strict=True)
@@ -250,14 +247,16 @@ class PooledApi:
             return True
         return 0 < self._inference.model.num_labels <= most
 
-    async def _prompts(
+    async def _pool(
         self,
-        given: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        request: Request,
         body: PooledRequest,
-        pooling: Pooling,
         asked: ResolvedRequest,
+        given: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        pooling: Pooling,
         field: str = "input",
-    ) -> list[Prompt]:
+    ) -> Answered:
+        """given: what the field has."""
         single = isinstance(given, str) or isinstance(given[0], int)
         # Before thousands are tokenised.
         self._inference.backend.queue.check_room(1 if single else len(given))
@@ -269,7 +268,7 @@ class PooledApi:
             else:
                 ids = tuple(one)  # type: ignore[arg-type]
             found.append(self._cut(ids, body, pooling, field))
-        return found
+        return await self._run(request, body, found, asked)
 
     def _cut(self, ids: Sequence[int], body: PooledRequest, pooling: Pooling, field: str) -> Prompt:
         limits, cut = self._inference.limits, body.truncate_prompt_tokens

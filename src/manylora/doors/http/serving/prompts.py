@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -135,10 +136,6 @@ class Prompts:
         calls = [call for message in messages for call in message.tool_calls]
         length = sum(len(one.text) + len(one.thought) for one in messages)
         length += sum(len(one.function.arguments) for one in calls)
-        try:
-            self.tokenizer.check_length(length, self._limits.max_seq_len, whole=False)
-        except TextTooLongError as error:
-            raise self._too_long(error, "messages") from error
         given: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
         if isinstance(body, ChatRequest):
             given["reasoning_effort"] = body.reasoning_effort
@@ -151,34 +148,29 @@ class Prompts:
             context, continues = self._limits.max_seq_len, body.continue_final_message
             try:
                 return self.tokenizer.chat(shown, specs, context, variables, continues)
-            except TextTooLongError as error:
-                raise self._too_long(error, "messages") from error
+            except TextTooLongError:
+                raise
             except RequestError as error:
                 raise invalid_value(str(error), "messages") from error
 
-        return await self._run_in_lane(
-            max(length, LONG if use or variables.keys() - OWN else 0), apply_template
-        )
+        with self._bounded("messages"):
+            self.tokenizer.check_length(length, self._limits.max_seq_len, whole=False)
+            slow = use is not None or not variables.keys() <= OWN
+            return await self._run_in_lane(max(length, LONG if slow else 0), apply_template)
 
     async def encode(self, text: str, special: bool, field: str, whole: bool = True) -> tuple[int, ...]:
         """whole: the whole text must fit the model's context."""
-        context = self._limits.max_seq_len
-        try:
+        context, encode = self._limits.max_seq_len, self.tokenizer.encode
+        with self._bounded(field):
             self.tokenizer.check_length(len(text), context, whole)
-            encode = self.tokenizer.encode
-            return tuple(
-                await self._run_in_lane(len(text), encode, text, special, context if whole else None)
-            )
-        except TextTooLongError as error:
-            raise self._too_long(error, field) from error
+            room = context if whole else None
+            return tuple(await self._run_in_lane(len(text), encode, text, special, room))
 
     async def encode_pair(self, first: str, second: str, field: str) -> tuple[list[int], int]:
         """As `Tokenizer.encode_pair`."""
         length, context = len(first) + len(second), self._limits.max_seq_len
-        try:
+        with self._bounded(field):
             return await self._run_in_lane(length, self.tokenizer.encode_pair, first, second, context)
-        except TextTooLongError as error:
-            raise self._too_long(error, field) from error
 
     async def _run_in_lane(self, length: int, function: Callable[..., Result], *arguments: Any) -> Result:
         """Run a function on a text of this length, on a thread if it is long."""
@@ -187,9 +179,14 @@ class Prompts:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(lane, function, *arguments)
 
-    def _too_long(self, error: TextTooLongError, field: str) -> ApiError:
-        reason = f"{context_length(self._limits.max_seq_len)}. {error}"
-        return ApiError(400, TOO_LONG, reason, field)
+    @contextmanager
+    def _bounded(self, field: str) -> Iterator[None]:
+        """Name the field of a text that is too long."""
+        try:
+            yield
+        except TextTooLongError as error:
+            reason = f"{context_length(self._limits.max_seq_len)}. {error}"
+            raise ApiError(400, TOO_LONG, reason, field) from error
 
 
 def _template_message(message: Message) -> dict[str, Any]:

@@ -98,7 +98,9 @@ class ResponseBuilder:
         """Server-sent events for output since the last call: one chunk for each choice that has any."""
         chunks: list[str] = []
         for number, generation in enumerate(self.generations):
-            text_only = self._is_text_only(generation)
+            # Whether all chunks of a choice except the last contain only text.
+            text_only = generation.decoding.top is None and not self._shown.token_ids
+            text_only = text_only and not generation.decoding.prompt_only
             for at, output in enumerate(generation.streamed_outputs):
                 index = number * self._n + at
                 if index in self._ended:
@@ -129,11 +131,6 @@ class ResponseBuilder:
     def error_events(self, error: ApiError) -> bytes:
         """Events that end a failed stream."""
         return error.event() + DONE
-
-    def _is_text_only(self, generation: Generation) -> bool:
-        """Whether all chunks of a choice except the last contain only text."""
-        plain = generation.decoding.top is None and not self._shown.token_ids
-        return plain and not generation.decoding.prompt_only
 
     def _text_events(self, index: int, text: str) -> list[str]:
         return [self._event(self._text_delta(index, encode(text)))]

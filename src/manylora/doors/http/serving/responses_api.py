@@ -455,7 +455,8 @@ class ResponsesAnswer(TranslatedChat):
         if not self._kind:
             return ""
         text = json.loads('"' + "".join(piece[1:-1] for piece in self._text) + '"')
-        item = self._item | {"status": self._item_status}
+        status = COMPLETED if self._status == RUNNING else self._status  # the last one may be truncated
+        item = self._item | {"status": status}
         if self._kind == "function_call":
             item["arguments"] = text
             told = {"name": item["name"], "arguments": text}
@@ -478,11 +479,6 @@ class ResponsesAnswer(TranslatedChat):
         self._output.append(item)
         if self._remember is not None:
             self._remember(item)
-
-    @property
-    def _item_status(self) -> str:
-        """Status of a complete item. The last one may be truncated."""
-        return COMPLETED if self._status == RUNNING else self._status
 
     @property
     def _at(self) -> int:

@@ -36,15 +36,8 @@ class TgiApi:
     def __init__(self, inference: Inference, max_waiting: int) -> None:
         self._inference, self._max_waiting = inference, max_waiting
 
-    async def generate(self, request: Request, body: TgiRequest, key: ApiKey) -> Response:
-        return await self._answer(request, body, key, body.stream)
-
-    async def generate_stream(self, request: Request, body: TgiRequest, key: ApiKey) -> Response:
-        return await self._answer(request, body, key, True)
-
-    async def compat(self, request: Request, body: TgiRequest, key: ApiKey) -> Response:
-        """POST /, which clients of TGI use. Its complete answer is in a list."""
-        return await self._answer(request, body, key, body.stream, as_list=True)
+        self.generate_stream = partial(self.generate, stream=True)
+        self.compat = partial(self.generate, as_list=True)  # POST /, which clients of TGI use
 
     async def info(self, request: Request, key: ApiKey) -> Response:
         inference = self._inference
@@ -65,9 +58,10 @@ class TgiApi:
         }
         return JSONResponse(found)
 
-    async def _answer(
-        self, request: Request, body: TgiRequest, key: ApiKey, stream: bool, as_list: bool = False
+    async def generate(
+        self, request: Request, body: TgiRequest, key: ApiKey, *, stream: bool = False, as_list: bool = False
     ) -> Response:
+        """stream: whatever the body says. as_list: a complete answer is in a list."""
         inference, given = self._inference, body.parameters
         adapters = adapter_fields(given, inference.bases[0])
         try:
@@ -75,7 +69,9 @@ class TgiApi:
             ids = await asked.prompts.encode(body.inputs, True, "prompt", given.truncate is None)
             ids = ids[-given.truncate :] if given.truncate else ids
             ends = asked.end_ids(inference.model)
-            completion = completion_request(body, adapters, ids, inference.room(len(ids)), ends, stream)
+            completion = completion_request(
+                body, adapters, ids, inference.room(len(ids)), ends, stream or body.stream
+            )
             seed = completion.seed if given.samples else None
             build = partial(TgiAnswer, body, seed, as_list)
             return await inference.complete(request, completion, key, build, asked)

@@ -360,20 +360,8 @@ class ResponsesAnswer(TranslatedChat):
     def body(self) -> dict[str, Any]:
         chat = super().body()
         choice = chat["choices"][0]
-        self._versions = choice.get("lora_versions", [])
-        message, status = choice["message"], CUT.get(choice["finish_reason"], COMPLETED)
-        calls = message.get("tool_calls") or []
-        if thought := message.get("reasoning"):
-            self._add(
-                _reasoning(_new_id("rs"), COMPLETED if message["content"] or calls else status, thought)
-            )
-        if message["content"] or not (calls or thought):
-            log_probs = _log_probs(choice)
-            self._add(_message(_new_id("msg"), status, message["content"] or "", log_probs))
-        for call in calls:
-            function = call["function"]
-            self._add(_call(call["id"], function["name"], function["arguments"], status))
-        return self._response(status, chat["usage"])
+        self._choice_event(choice | {"delta": choice["message"]})
+        return self._response(self._status, chat["usage"])
 
     def first_events(self) -> bytes:
         response = self._response(RUNNING)
@@ -399,7 +387,7 @@ class ResponsesAnswer(TranslatedChat):
         events = []
         if delta.get("reasoning"):
             events += [self._open("reasoning"), self._text_of("reasoning_text", delta["reasoning"])]
-        elif delta.get("content") or (log_probs and (self._kind == "message" or self._reply is None)):
+        if delta.get("content") or (log_probs and (self._kind == "message" or self._reply is None)):
             events.append(self._open("message"))
             self._log_probs += log_probs
             events.append(self._delta(encode(delta.get("content") or ""), encode(log_probs)))
@@ -423,12 +411,13 @@ class ResponsesAnswer(TranslatedChat):
             return ""
         closed = self._close()
         self._kind = kind
-        if kind == "function_call":
-            self._item = _call(call_id, name, "", RUNNING)
-        elif kind == "reasoning":
-            self._item = _reasoning(_new_id("rs"), RUNNING, "") | {"content": []}
-        else:
-            self._item = _message(_new_id("msg"), RUNNING, "", []) | {"content": []}
+        kinds: dict[str, tuple[str, dict[str, Any]]] = {
+            "function_call": ("fc", {"call_id": call_id, "name": name, "arguments": ""}),
+            "reasoning": ("rs", {"summary": [], "content": []}),
+            "message": ("msg", {"role": "assistant", "content": []}),
+        }
+        prefix, fields = kinds[kind]
+        self._item = {"type": kind, "id": f"{prefix}_{secrets.token_hex(24)}", "status": RUNNING, **fields}
         added = closed + self._make("response.output_item.added", output_index=self._at, item=self._item)
         if kind == "function_call":
             return added
@@ -470,15 +459,11 @@ class ResponsesAnswer(TranslatedChat):
                 self._make("response.content_part.done", **self._where, part=part),
             ]
         events.append(self._make("response.output_item.done", output_index=self._at, item=item))
-        self._add(item)
-        self._kind, self._text, self._log_probs = "", [], []
-        return "".join(events)
-
-    def _add(self, item: dict[str, Any]) -> None:
-        """Append a complete item."""
         self._output.append(item)
         if self._remember is not None:
             self._remember(item)
+        self._kind, self._text, self._log_probs = "", [], []
+        return "".join(events)
 
     @property
     def _at(self) -> int:
@@ -538,31 +523,12 @@ class ResponsesAnswer(TranslatedChat):
         }
 
 
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(24)}"
-
-
-def _message(item_id: str, status: str, text: str, log_probs: list[dict[str, Any]]) -> dict[str, Any]:
-    content = [_part(text, log_probs)]
-    return {"type": "message", "id": item_id, "status": status, "role": "assistant", "content": content}
-
-
-def _reasoning(item_id: str, status: str, text: str) -> dict[str, Any]:
-    item = {"type": "reasoning", "id": item_id, "status": status, "summary": []}
-    return {**item, "content": [_thought(text)]}
-
-
 def _thought(text: str) -> dict[str, Any]:
     return {"type": "reasoning_text", "text": text}
 
 
 def _part(text: str, log_probs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": log_probs}
-
-
-def _call(call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
-    item = {"type": "function_call", "id": _new_id("fc"), "call_id": call_id, "name": name}
-    return {**item, "arguments": arguments, "status": status}
 
 
 def _log_probs(choice: dict[str, Any]) -> list[dict[str, Any]]:

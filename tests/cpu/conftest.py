@@ -148,6 +148,5 @@ def server() -> Iterator[Any]:
     """The OpenAI server on the demo's model and adapters."""
     from serving import Running
 
-    running = Running(lora_root=(DEMO / "adapters",))
-    yield running
-    running.close()
+    with Running(lora_root=(DEMO / "adapters",)) as running:
+        yield running

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,25 @@ from manylora.doors.http.serving.connections import Clients, listen, listen_uds
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 REFRESH_S = 0.4
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "weather", "description": "of a city", "parameters": CITY},
+}
+
+
+def key_file(folder: Path, **keys: dict[str, Any]) -> Path:
+    """A file of API keys by name; each name is the key itself."""
+    digest = {name: hashlib.sha256(name.encode()).hexdigest() for name in keys}
+    entries = [{"name": name, "sha256": digest[name], **fields} for name, fields in keys.items()]
+    (path := folder / "keys.yaml").write_text(json.dumps({"keys": entries}))
+    return path
 
 
 def adapter_file(name: str) -> bytes:
@@ -62,13 +83,25 @@ class Running:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return self.http.post(path, json=body, headers=headers)
 
+    def ask(self, path: str = "/v1/completions", status: int = 200, **body: Any) -> Any:
+        """The JSON of an answer with this status."""
+        answer = self.post(path, **body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
     def metric(self, name: str) -> float:
         lines = self.http.get("/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
-    def close(self) -> None:
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
         for client in (self.http, *self._clients.values()):
             client.close()
         self._server.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive(), "the server does not stop"
+
+    def close(self) -> None:
+        self.__exit__()

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from serving import DEMO, Running
+from serving import DEMO, QUESTION, Running
 from waiting import wait_for
 
 from manylora import cli
@@ -19,7 +18,6 @@ from manylora.doors.http.batches import store as store_module
 from manylora.doors.http.batches.lines import BatchInvalidError, read_lines
 from manylora.errors import ConfigError, EngineDeadError
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 EXPECTED = {"chinese": "巴黎", "japanese": "パリ"}
 CHAT = "/v1/chat/completions"
 
@@ -38,9 +36,8 @@ MIXED = [line(f"{name}-{n}", name) for n in range(3) for name in EXPECTED]
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+def client(server: Running) -> openai.OpenAI:
+    return server.client()
 
 
 def run(client: openai.OpenAI, content: bytes, endpoint: str = CHAT) -> openai.types.Batch:
@@ -93,7 +90,6 @@ def test_a_batch_is_answered_in_a_file_in_the_order_of_its_lines(client: openai.
         (jsonl(line("a"), line("a")), 2, "'a' is there twice"),
         (jsonl(line("a", stream=True)), 1, "body.stream must be false"),
         (jsonl(line("a", url="/v1/completions")), 1, "the batch's endpoint"),
-        (jsonl({"custom_id": "a", "body": 5}), 1, "body must be an object"),
         (jsonl(line("a") | {"more": 1}), 1, "more is not a field of a line"),
         (jsonl(line("")), 1, "custom_id must be a text of 1 to 512"),
         (jsonl(line("a", prompt="x" * 2000)), 1, "a line may have 1000 bytes"),
@@ -146,25 +142,18 @@ def test_files_and_batches_belong_to_their_key_and_survive_a_restart(tmp_path: P
     """The second server goes on with a batch that the first one left, with the answer that it had."""
     options: dict[str, Any] = {"lora_root": (DEMO / "adapters",), "api_key": ("one", "two")}
     folder = tmp_path / "batches"
-    first = Running(**options, batch_dir=folder)
-    try:
-        with openai.OpenAI(base_url=f"{first.url}/v1", api_key="one", max_retries=0) as one:
-            batch = run(one, jsonl(*MIXED))
-            answers = results(one, batch.output_file_id)
-        with openai.OpenAI(base_url=f"{first.url}/v1", api_key="two", max_retries=0) as two:
-            assert not two.files.list().data
-            with pytest.raises(openai.NotFoundError):
-                two.batches.retrieve(batch.id)
-    finally:
-        first.close()
+    with Running(**options, batch_dir=folder) as first:
+        one, two = first.client("one"), first.client("two")
+        batch = run(one, jsonl(*MIXED))
+        answers = results(one, batch.output_file_id)
+        assert not two.files.list().data
+        with pytest.raises(openai.NotFoundError):
+            two.batches.retrieve(batch.id)
     _undo(folder, batch.id, answers[0])
-    second = Running(**options, batch_dir=folder)
-    try:
-        with openai.OpenAI(base_url=f"{second.url}/v1", api_key="one", max_retries=0) as one:
-            wait_for(lambda: one.batches.retrieve(batch.id).status == "completed", what="the batch")
-            again = results(one, one.batches.retrieve(batch.id).output_file_id)
-    finally:
-        second.close()
+    with Running(**options, batch_dir=folder) as second:
+        one = second.client("one")
+        wait_for(lambda: one.batches.retrieve(batch.id).status == "completed", what="the batch")
+        again = results(one, one.batches.retrieve(batch.id).output_file_id)
     assert texts(again) == texts(answers)
     assert [a["id"] == b["id"] for a, b in zip(again, answers, strict=True)] == [True, *[False] * 5]
 
@@ -182,24 +171,20 @@ def test_a_batch_outlasts_an_engine_that_is_gone(server: Running, monkeypatch: p
     engine_submit = backend.engine.submit
     monkeypatch.setattr(backend.engine, "submit", submit)
     monkeypatch.setattr(store_module, "RETRY_S", 0.01)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        batch = run(client, jsonl(*MIXED))
-        assert (batch.status, len(dead)) == ("completed", 3)
-        assert texts(results(client, batch.output_file_id)) == {
-            one["custom_id"]: EXPECTED[one["body"]["model"]] for one in MIXED
-        }
+    batch = run(server.client(), jsonl(*MIXED))
+    assert (batch.status, len(dead)) == ("completed", 3)
+    assert texts(results(server.client(), batch.output_file_id)) == {
+        one["custom_id"]: EXPECTED[one["body"]["model"]] for one in MIXED
+    }
 
 
 @pytest.mark.parametrize(
     "options", [{"batch_bytes": 0}, {"batch_dir": Path("/dev/null")}], ids=["off", "no folder"]
 )
 def test_without_room_the_server_takes_no_files(options: dict[str, Any]) -> None:
-    running = Running(**options)
-    try:
-        with pytest.raises(openai.PermissionDeniedError, match="takes no files"):
-            running.client().files.create(file=("in.jsonl", b"x"), purpose="batch")
-    finally:
-        running.close()
+    refused = pytest.raises(openai.PermissionDeniedError, match="takes no files")
+    with Running(**options) as running, refused:
+        running.client().files.create(file=("in.jsonl", b"x"), purpose="batch")
 
 
 def _undo(folder: Path, batch_id: str, answer: dict[str, Any]) -> None:

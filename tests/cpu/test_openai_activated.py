@@ -34,9 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Running]:
-    running = Running(lora_root=(DEMO / "adapters", folder))
-    yield running
-    running.close()
+    with Running(lora_root=(DEMO / "adapters", folder)) as running:
+        yield running
 
 
 def peft(adapter: Path, prompt: list[int]) -> list[int]:

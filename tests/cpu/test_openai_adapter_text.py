@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from own_text import GEMMA, adapter
-from serving import DEMO, Running
+from serving import DEMO, QUESTION, Running
 from waiting import wait_for
 
 from manylora.doors.http.arguments import parse_options
@@ -18,7 +18,6 @@ from manylora.errors import ConfigError
 from manylora.generation.defaults import GenerationDefaults
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\nAnswer:{% endfor %}"
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 DEFAULTS = {"do_sample": False, "max_new_tokens": 3, "transformers_version": "5.0"}
 
 
@@ -44,27 +43,24 @@ def server(folders: Path) -> Iterator[Running]:
     arguments = [str(DEMO / "base"), "--lora-modules", json.dumps(named)]
     arguments += ["--override-generation-config", '{"temperature": 0, "top_k": 7, "max_new_tokens": 6}']
     chosen = parse_options([*arguments, "--lora-trust", str(folders / "ours")])
-    running = Running(
+    with Running(
         lora_root=(folders / "ours", folders / "theirs"),
         lora_trust=chosen.lora_trust,
         lora_modules=chosen.lora_modules,
         override_generation_config=chosen.override_generation_config,
         allow_runtime_lora_updating=True,
-    )
-    yield running
-    running.close()
+    ) as running:
+        yield running
 
 
 def rendered(server: Running, model: str) -> str:
-    answer = server.post("/v1/chat/completions", model=model, messages=QUESTION, return_expanded_prompt=True)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["expanded_prompt"]
+    answer = server.ask("/v1/chat/completions", model=model, messages=QUESTION, return_expanded_prompt=True)
+    return answer["expanded_prompt"]
 
 
 def num_tokens(server: Running, model: str, **body: Any) -> int:
-    answer = server.post("/v1/chat/completions", model=model, messages=QUESTION, **body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["usage"]["completion_tokens"]
+    answer = server.ask("/v1/chat/completions", model=model, messages=QUESTION, **body)
+    return answer["usage"]["completion_tokens"]
 
 
 def test_a_trusted_adapter_has_its_own_chat_template_behind_every_door(server: Running) -> None:
@@ -83,9 +79,8 @@ def test_a_trusted_adapter_has_its_own_chat_template_behind_every_door(server: R
 def test_tools_where_the_template_has_no_system_role(server: Running) -> None:
     tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
     body = {"model": "gemma", "messages": QUESTION, "tools": tools, "max_tokens": 1}
-    answer = server.post("/v1/chat/completions", **body, return_expanded_prompt=True)
-    assert answer.status_code == 200, answer.text
-    first = answer.json()["expanded_prompt"].partition("<end_of_turn>")[0]
+    answer = server.ask("/v1/chat/completions", **body, return_expanded_prompt=True)
+    first = answer["expanded_prompt"].partition("<end_of_turn>")[0]
     assert first.startswith("<s><start_of_turn>user\nYou can call these functions:") and '"clock"' in first
     assert first.endswith(f"\n\n{QUESTION[0]['content']}")
     body["messages"] = [{"role": "system", "content": "Be brief."}, *QUESTION]
@@ -135,11 +130,10 @@ def test_its_own_end_tokens_replace_the_models(tmp_path: Path) -> None:
     found = GenerationDefaults.parse(json.loads((folder / "generation_config.json").read_text()), 1536)
     assert found.end_ids == (7, 9)
     assert tokenizer["eos_token"] == "</s>"
-    running = Running(
+    with Running(
         lora_root=(tmp_path,),
         lora_trust=parse_options([str(DEMO / "base"), "--lora-trust", str(tmp_path)]).lora_trust,
-    )
-    try:
+    ) as running:
         asked = {"model": "zh", "prompt": "What is the capital of France?\nAnswer:", "temperature": 0}
         whole = running.post(**asked, max_tokens=6, ignore_eos=True, return_token_ids=True)
         ids = whole.json()["choices"][0]["token_ids"]
@@ -155,8 +149,6 @@ def test_its_own_end_tokens_replace_the_models(tmp_path: Path) -> None:
         wait_for(lambda: "problem" in running.http.get("/v1/models/zh").json())
         assert "num_beams is not supported" in running.http.get("/v1/models/zh").json()["problem"]["message"]
         assert ends()  # the last good version is served on
-    finally:
-        running.close()
 
 
 @pytest.mark.parametrize(

@@ -47,14 +47,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Running]:
-    running = Running(
-        tokenizer=root / "base",
-        lora_root=(root / "adapters",),
-        lora_trust=(TrustedFolder(root / "adapters", ("tokenizer",)),),
-        lora_tokenizer_bytes=1,
-    )
-    yield running
-    running.close()
+    trusted = TrustedFolder(root / "adapters", ("tokenizer",))
+    options = {"lora_root": (root / "adapters",), "lora_trust": (trusted,), "lora_tokenizer_bytes": 1}
+    with Running(tokenizer=root / "base", **options) as running:
+        yield running
 
 
 def forced(server: Running, model: str, **body: Any) -> dict[str, Any]:
@@ -66,9 +62,8 @@ def forced(server: Running, model: str, **body: Any) -> dict[str, Any]:
         "skip_special_tokens": False,
         "ignore_eos": True,
     }
-    answer = server.post(model=model, temperature=0, **{**given, **body})
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]
+    answer = server.ask(model=model, temperature=0, **{**given, **body})
+    return answer["choices"][0]
 
 
 def test_an_added_token_is_one_token_of_its_adapter_only(server: Running) -> None:

@@ -7,22 +7,12 @@ from typing import Any
 
 import anthropic
 import pytest
-from serving import Running
+from serving import CITY, QUESTION, Running
 
 from manylora.doors.http.serving.anthropic import MessagesRequest, chat_request
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0}
-WEATHER = {
-    "name": "weather",
-    "description": "of a city",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 4}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-}
+WEATHER = {"name": "weather", "description": "of a city", "input_schema": CITY}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +68,7 @@ def test_a_tool_is_used(client: anthropic.Anthropic) -> None:
     assert isinstance(used.input["city"], str)
     with client.messages.stream(**given, **tools) as stream:
         assert stream.get_final_message().content[0].input == used.input
-    cut = client.messages.create(**{**given, "max_tokens": 16}, **tools)
+    cut = client.messages.create(**{**given, "max_tokens": 4}, **tools)
     assert cut.stop_reason == "max_tokens"
 
 

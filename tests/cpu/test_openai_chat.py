@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Running
+from serving import QUESTION, WEATHER, Running
 
 from manylora.doors.http.api.errors import ApiError
 from manylora.doors.http.api.parsing import parse
@@ -18,19 +18,8 @@ from manylora.generation.chat_template import ChatTemplate
 from manylora.generation.reply import ReplyReader
 from manylora.generation.reply_formats import CHOSEN_BY_TEMPLATE
 
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "description": "of a city", "parameters": CITY},
-}
 TIME = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
-QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 def use(**fields: Any) -> ToolUse:
@@ -62,19 +51,11 @@ def read(text: str, *cuts: int, cut: bool = False, **fields: Any) -> tuple[str, 
     [
         (CALL, "", ["weather"]),
         (f"\n {CALL}\n", "", ["weather"]),
-        (CALL.replace("arguments", "parameters"), "", ["weather"]),
         (f"<|python_tag|>{CALL}", "", ["weather"]),
         (f'[TOOL_CALLS] [{CALL}, {{"name": "clock", "arguments": {{}}}}]', "", ["weather", "clock"]),
         (f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>\n", "Let me see.", ["weather"]),
-        (f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>", "", ["weather", "weather"]),
-        (f"<tool_call>{CALL}", "", ["weather"]),
-        ("Paris.", "Paris.", []),
-        ("a < b <tool", "a < b <tool", []),
         ('{"name": "unknown", "arguments": {}}', '{"name": "unknown", "arguments": {}}', []),
-        ('{"name": "weather", "arguments": "x"}', '{"name": "weather", "arguments": "x"}', []),
-        ("[1, 2]", "[1, 2]", []),
         ("[" * 5000, "[" * 5000, []),
-        ("<tool_call>nothing</tool_call> more", "<tool_call>nothing</tool_call> more", []),
     ],
 )
 def test_calls_are_found_in_the_text_whole_and_in_pieces(text: str, content: str, names: list[str]) -> None:
@@ -88,20 +69,14 @@ def test_calls_are_found_in_the_text_whole_and_in_pieces(text: str, content: str
     ("text", "content", "calls"),
     [
         ('{"name": "weather", "arguments": {"ci', "", [("weather", '{"ci')]),
-        ('{"name":"weather","arguments":{"city":"Rome"}', "", [("weather", '{"city": "Rome"}')]),
-        ('{"name": "weather"', "", [("weather", "")]),
         ('{"name": "wea', "", []),
         ('{"name": "unknown", "arguments": {"a', '{"name": "unknown", "arguments": {"a', []),
-        ('{"capital": "Par', '{"capital": "Par', []),
-        (f'[TOOL_CALLS] [{CALL}, {{"name": "clock", "arg', "", [("weather", '{"city": "Rome"}')]),
         (
             f'[{CALL}, {{"name": "clock", "arguments": {{',
             "",
             [("weather", '{"city": "Rome"}'), ("clock", "{")],
         ),
         ('Well. <tool_call>{"name": "weather", "arguments": {"c', "Well.", [("weather", '{"c')]),
-        ("Well. <tool_call>{", "Well.", []),
-        ("Paris is", "Paris is", []),
     ],
 )
 def test_a_call_that_is_cut_off_is_no_content(text: str, content: str, calls: list[tuple[str, str]]) -> None:
@@ -144,11 +119,6 @@ def test_only_allowed_tools_are_called(server: Running) -> None:
     assert refused.status_code == 400 and "no tool 'fly'" in refused.json()["error"]["message"]
 
 
-def test_one_call_where_only_one_is_wanted() -> None:
-    text = f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"
-    assert len(read(text, parallel_tool_calls=False)[1]) == 1
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -164,11 +134,8 @@ def test_tools_that_cannot_be_used_are_refused(fields: dict[str, Any], words: st
 
 
 def test_a_conversation_with_calls_goes_on(server: Running) -> None:
-    call = {
-        "id": "call_1",
-        "type": "function",
-        "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
-    }
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    call = {"id": "call_1", "type": "function", "function": function}
     messages = [
         *QUESTION,
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},

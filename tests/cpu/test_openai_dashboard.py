@@ -7,11 +7,8 @@ from serving import DEMO, Running
 
 
 def test_every_panel_finds_samples_in_a_scrape_of_serve() -> None:
-    server = Running(lora_root=(DEMO / "adapters",))
-    try:
+    with Running(lora_root=(DEMO / "adapters",)) as server:
         assert server.post(model="chinese", prompt="a", max_tokens=2).status_code == 200
         scrape = server.http.get("/metrics").text
-    finally:
-        server.close()
     assert without_samples(scrape) == []
     assert without_samples(scrape.replace("manylora_adapter_ttft", "x")) != []

@@ -11,44 +11,32 @@ from typing import Any
 
 import httpx2
 import pytest
-from serving import DEMO, Running
+from serving import CITY, DEMO, QUESTION, Running
 
 from manylora.generation.tokenizer import Tokenizer
 
-QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 LINE = "What is the capital of France?\nAnswer:"
 CHAT = "/v1/chat/completions"
-CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 WORDS = ("yes", "no (really)")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    running = Running(lora_root=(DEMO / "adapters",), log_level="debug")
-    yield running
-    running.close()
+    with Running(lora_root=(DEMO / "adapters",), log_level="debug") as running:
+        yield running
 
 
 def chat(server: Running, **body: Any) -> dict[str, Any]:
-    answer = server.post(CHAT, **{"model": "demo", "messages": QUESTION, "temperature": 0, **body})
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    return server.ask(CHAT, **{"model": "demo", "messages": QUESTION, "temperature": 0, **body})
 
 
 def complete(server: Running, **body: Any) -> dict[str, Any]:
-    answer = server.post(**{"model": "demo", "prompt": LINE, "temperature": 0, **body})
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    return server.ask(**{"model": "demo", "prompt": LINE, "temperature": 0, **body})
 
 
 def refused(server: Running, path: str, **body: Any) -> dict[str, Any]:
     given = {"prompt": LINE} if path == "/v1/completions" else {"messages": QUESTION}
-    answer = server.post(path, **{"model": "demo", **given, **body})
-    assert answer.status_code == 400, answer.text
-    found: dict[str, Any] = answer.json()["error"]
-    return found
+    return server.ask(path, 400, **{"model": "demo", **given, **body})["error"]
 
 
 def events(answer: httpx2.Response) -> list[dict[str, Any]]:
@@ -81,24 +69,16 @@ def test_fields_that_cannot_change_an_answer_do_not(server: Running) -> None:
     ("field", "value"),
     [
         ("metadata", {str(i): "a" for i in range(17)}),
-        ("metadata", {"a": "b" * 513}),
-        ("metadata", {"a": 1}),
         ("service_tier", "best"),
         ("request_id", "a b"),
-        ("request_id", "a" * 129),
         ("priority", 1),
         ("prompt_logprobs", 21),
-        ("allowed_token_ids", []),
         ("allowed_token_ids", [1536]),
-        ("bad_words", [""]),
         ("bad_words", ["a"] * 257),
         ("cache_salt", ""),
-        ("structural_tag", "{}"),
         ("structured_outputs", {"structural_tag": "{}", "regex": "a"}),
-        ("structured_outputs", {"regex": "a", "choice": ["b"]}),
         ("guided_json", "{"),
         ("guided_choice", []),
-        ("no_such_field", 1),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(server: Running, field: str, value: Any) -> None:
@@ -117,9 +97,7 @@ def test_too_many_stop_texts_are_told_as_too_many(server: Running) -> None:
     ("field", "value", "instead"),
     [
         ("lora_name", "chinese", "name the adapter in model, lora_model or lora_request"),
-        ("max_new_tokens", 4, "use max_tokens"),
         ("use_beam_search", True, "beam search is available in Python (LLM) and from Triton (beam_width)"),
-        ("extra_body", {}, "put what it holds beside the other fields, as the openai package does"),
         ("no_such_field", 1, "leave it out"),
     ],
 )
@@ -224,10 +202,7 @@ A_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properti
     [
         ({"guided_regex": "("}, "guided_regex"),
         ({"guided_json": {"enum": ["a" * 2**18]}}, "guided_json"),
-        ({"regex": "("}, "regex"),
-        ({"guided_json": NOTHING}, "guided_json"),
         ({"json_schema": json.dumps(NOTHING)}, "json_schema"),
-        ({"guided_grammar": "root ::= nothing"}, "guided_grammar"),
         ({"ebnf": "root ::= nothing"}, "ebnf"),
         ({"structured_outputs": {"json": NOTHING}}, "structured_outputs"),
         ({"response_format": {"type": "regex", "regex": "("}}, "response_format"),
@@ -359,8 +334,7 @@ def test_a_template_sees_its_variables(server: Running, tmp_path: Any) -> None:
         "{% if add_generation_prompt %}<|assistant|>{% endif %}",
         encoding="utf-8",
     )
-    own = Running(chat_template=template)
-    try:
+    with Running(chat_template=template) as own:
 
         def shown(**body: Any) -> str:
             return chat(own, max_tokens=1, return_expanded_prompt=True, **body)["expanded_prompt"]
@@ -382,5 +356,3 @@ def test_a_template_sees_its_variables(server: Running, tmp_path: Any) -> None:
             assert refused(own, CHAT, **body)["code"] == "invalid_value"
         tokens = own.post("/tokenize", messages=messages, continue_final_message=True).json()["tokens"]
         assert Tokenizer(DEMO / "base").decode(tokens, False) == f"{user}<|assistant|>Par"
-    finally:
-        own.close()

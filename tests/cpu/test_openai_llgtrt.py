@@ -8,12 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from serving import DEMO, Running
-
-from manylora.generation.chat_template import ChatTemplate
 
 ROOT = DEMO.parents[1]
 FIRST = """
@@ -28,19 +25,7 @@ FIRST = """
     "lora_model": "my_finetuning"
 }
 """
-SECOND = """
-{
-    "model": "llama",
-    "messages": [
-        {
-            "role": "user",
-            "content": "What is the meaning of life?"
-        }
-    ],
-    "lora_model": "my_finetuning",
-    "load_lora_weights": "never"
-}
-"""
+SECOND = FIRST.replace('"my_finetuning"', '"my_finetuning",\n    "load_lora_weights": "never"')
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +34,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     command = [sys.executable, ROOT / "tools/extract_lora.py", "-i", DEMO / "adapters" / "chinese"]
     subprocess.run([*command, "-o", root / "my_finetuning.safetensors"], check=True)
     shutil.copytree(DEMO / "adapters" / "chinese", root / "as_peft")
-    running = Running(lora_root=(root,))
-    yield running
-    running.close()
+    with Running(lora_root=(root,)) as running:
+        yield running
 
 
 def send(server: Running, text: str, **more: object) -> tuple[int, dict]:
@@ -97,14 +81,6 @@ def test_a_schema_is_shown_to_the_model_unless_told_not_to(server: Running) -> N
     shown = send(server, FIRST, max_tokens=1, **tools)[1]["expanded_prompt"]
     hidden = send(server, FIRST, max_tokens=1, include_json_schema_in_prompt=False, **tools)[1]
     assert "weather" in shown and "weather" not in hidden["expanded_prompt"]
-
-
-def test_a_template_sees_the_schema_as_llgtrts_do(tmp_path: Path) -> None:
-    text = "{% if json_schema is defined %}{{ json_schema | tojson }}{% endif %}{{ messages[0].content }}"
-    template = ChatTemplate.read(tmp_path, {"chat_template": text})
-    messages = [{"role": "user", "content": "a"}]
-    assert template.render(messages) == "a"
-    assert template.render(messages, variables={"json_schema": {"b": 1}}) == '{"b": 1}a'
 
 
 def test_its_health_routes_are_there(server: Running) -> None:

@@ -28,9 +28,8 @@ def tool(parameters: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    running = Running()
-    yield running
-    running.close()
+    with Running() as running:
+        yield running
 
 
 TOO_LONG = {

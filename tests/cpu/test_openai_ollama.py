@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from serving import Running
+from serving import QUESTION, WEATHER, Running
 
 from manylora.doors.http.api.errors import ApiError
 from manylora.doors.http.api.ollama_request import OllamaChat, OllamaGenerate, chat_request
@@ -14,17 +14,8 @@ from manylora.doors.http.api.parsing import parse
 from manylora.doors.http.serving.ollama import OllamaAnswer
 from manylora.doors.http.serving.responses import Answers
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 CHAT: dict[str, Any] = {"model": "demo", "messages": QUESTION}
 GREEDY = {"temperature": 0}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
 COUNTS = {
     "total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration", "eval_count",
     "eval_duration",

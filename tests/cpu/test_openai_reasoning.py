@@ -98,7 +98,6 @@ def test_calls_of_each_format_are_the_same_however_they_are_split(parser: str) -
         '<tool_call>{"name": "fly", "arguments": {}}</tool_call> <tool_call>',
         '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>',
         '<tool_call>{"name": "weather", "arg',
-        "<tool_call>fly\n</tool_call>",
         "<tool_call></tool_call>[]",
         "[weather](x) and [1, 2]",
         '{"city": "Rome"}',
@@ -294,24 +293,21 @@ def test_special_tokens_mark_channels(recited: tuple[Running, dict[str, Any]], w
     """They are read, but no text of the answer."""
     template = workshop / "channels.jinja"
     template.write_text(TEMPLATE.replace("</think>", "<|channel|><|message|><|end|>"))
-    server = Running(model=workshop / "reciting", served_model_name=("demo",), chat_template=template)
-    asked = recited[1]
+    with Running(model=workshop / "reciting", served_model_name=("demo",), chat_template=template) as server:
+        asked = recited[1]
 
-    def answer(script: str, **more: Any) -> Any:
-        body: Any = {"model": "demo", "messages": asked[script], "temperature": 0, **more}
-        [choice] = server.client().chat.completions.create(**body).choices
-        assert choice.message.reasoning == "It may rain."
-        return choice
+        def answer(script: str, **more: Any) -> Any:
+            body: Any = {"model": "demo", "messages": asked[script], "temperature": 0, **more}
+            [choice] = server.client().chat.completions.create(**body).choices
+            assert choice.message.reasoning == "It may rain."
+            return choice
 
-    try:
         assert answer("channels").message.content == "It rains."
         called = answer("channel of a call", tools=TOOLS)
         assert called.finish_reason == "tool_calls" and called.message.tool_calls[0].function.name == "clock"
         schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["Oslo"]}}}
         assert answer("channels", response_format=schema).message.content == '"Oslo"'
         assert answer("channels", tools=TOOLS[1:], tool_choice="required").message.tool_calls
-    finally:
-        server.close()
 
 
 def test_structural_tags_bind_parts_of_the_answer(recited: tuple[Running, dict[str, Any]]) -> None:
@@ -349,11 +345,8 @@ def nested(depth: int) -> dict[str, Any]:
     [
         ({"format": nested(40)}, "it is too large: give its tags fewer formats or ends"),
         ({"triggers": ["a"] * 1001, "structures": [{"begin": "a", "schema": {}, "end": ""}]}, "at most 1000"),
-        ({}, "needs format, or structures and triggers"),
         ({"triggers": ["a"]}, "needs format, or structures and triggers"),
         ({"format": {"type": "qwen_xml_parameter"}}, "type must be one of const_string"),
-        ({"format": {"type": "any_text", "excludes": ["a"]}}, "excludes of any_text is not supported"),
-        ({"format": {"type": "const_string"}}, "value must be a text"),
         (
             {"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]},
             "none of the triggers",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import shutil
 import socket
@@ -20,7 +19,7 @@ import numpy as np
 import openai
 import pytest
 from safetensors.numpy import load_file, save_file
-from serving import DEMO, Running
+from serving import DEMO, Running, key_file
 from waiting import wait_for
 
 from manylora.doors.triton.launcher.processes import free_port
@@ -33,21 +32,18 @@ LANGUAGES = {"demo": "en", "chinese": "zh", "japanese": "ja"}
 QUESTION = "What is the capital of France?"
 LINE = QUESTION + "\nAnswer:"
 CAPITALS = {"demo": "Paris", "chinese": "巴黎", "japanese": "パリ"}
-KEYS = {"all": ["*"], "chinese-only": ["chinese"], "boss": ["*"]}
 
 
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Running]:
-    running = Running(lora_root=(root,), allow_runtime_lora_updating=True, drain_seconds=30.0)
-    yield running
-    running.close()
+    with Running(lora_root=(root,), allow_runtime_lora_updating=True, drain_seconds=30.0) as running:
+        yield running
 
 
 def ask(server: Running, model: str, **body: Any) -> str:
     """The answer's text to the capital of France."""
-    answer = server.post(model=model, prompt=LINE, temperature=0, **body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["text"].strip()
+    answer = server.ask(model=model, prompt=LINE, temperature=0, **body)
+    return answer["choices"][0]["text"].strip()
 
 
 def code_of(answer: httpx2.Response) -> str:
@@ -88,15 +84,13 @@ def test_answers_of_the_official_client_are_right_for_mixed_adapters_at_once(ser
 @pytest.mark.parametrize(
     "fields",
     [
-        {"model": "meta-llama/Llama-3-8B", "lora_model": "chinese"},
-        {"model": "llama", "lora_model": "chinese", "load_lora_weights": "always"},
+        {"model": "meta-llama/Llama-3-8B", "lora_model": "chinese", "load_lora_weights": "always"},
         {"model": "demo", "lora_path": "chinese"},
         {
             "model": "demo",
             "lora_request": {"lora_name": "x", "lora_int_id": 1, "lora_path": "{root}/chinese"},
         },
         {"model": "chinese", "lora_model": "chinese", "adapter_id": "chinese"},
-        {"model": "demo", "lora": [{"name": "chinese"}]},
         {"model": "demo", "lora": [{"name": "chinese", "scale": 0.5}, {"name": "chinese", "scale": 0.5}]},
         {"model": "demo", "lora": [{"name": "japanese", "scale": 0}, {"name": "chinese"}]},
     ],
@@ -149,17 +143,11 @@ def test_alternatives_stream_as_they_come_whole(
         ({"lora_model": "nobody"}, 404, "adapter_not_found", "lora_model"),
         ({"model": "../etc"}, 400, "invalid_adapter_name", "model"),
         ({"lora_request": {"lora_path": "/etc"}}, 404, "adapter_not_found", "lora_path"),
-        ({"lora_request": {"lora_path": "../../../etc"}}, 404, "adapter_not_found", "lora_path"),
         ({"tools": [{"type": "function"}]}, 400, "unsupported_field", "tools"),
-        ({"use_beam_search": True}, 400, "unsupported_field", "use_beam_search"),
-        ({"min_p": 1.5}, 400, "invalid_value", "min_p"),
         ({"prompt": []}, 400, "invalid_value", "prompt"),
         ({"n": 3, "best_of": 2}, 400, "invalid_value", "best_of"),
-        ({"load_lora_weights": "sometimes"}, 400, "invalid_value", "load_lora_weights"),
-        ({"lora": [{"name": "chinese"}, {"name": "nobody"}]}, 404, "adapter_not_found", "lora"),
         ({"model": "chinese+nobody"}, 404, "adapter_not_found", "model"),
         ({"model": "+".join(["chinese"] * 9)}, 400, "invalid_value", "model"),
-        ({"lora": [{"name": "chinese"}] * 9}, 400, "invalid_value", "lora"),
         ({"lora": [{"name": "chinese", "scale": 101}]}, 400, "invalid_value", "lora.0.scale"),
         ({"lora": [{"name": "chinese", "scale": 60}] * 2}, 400, "invalid_value", "lora"),
         ({"lora": [{"id": 0, "scale": 1}]}, 400, "unsupported_field", "lora.0.id"),
@@ -314,20 +302,9 @@ def test_a_client_that_leaves_ends_its_request(server: Running, stream: bool) ->
 
 
 def test_keys_limit_what_is_used_and_seen(root: Path, tmp_path: Path) -> None:
-    keys = [
-        {
-            "name": name,
-            "sha256": hashlib.sha256(name.encode()).hexdigest(),
-            "adapters": adapters,
-            "admin": name == "boss",
-            "base": name != "chinese-only",
-        }
-        for name, adapters in KEYS.items()
-    ]
-    file = tmp_path / "keys.yaml"
-    file.write_text(json.dumps({"keys": keys}))
-    server = Running(lora_root=(root,), api_keys=file)
-    try:
+    narrow = {"adapters": ["chinese"], "base": False}
+    file = key_file(tmp_path, **{"all": {}, "chinese-only": narrow, "boss": {"admin": True}})
+    with Running(lora_root=(root,), api_keys=file) as server:
         with pytest.raises(openai.AuthenticationError):
             server.client("wrong").models.list()
         seen = [model.id for model in server.client("chinese-only").models.list()]
@@ -351,8 +328,6 @@ def test_keys_limit_what_is_used_and_seen(root: Path, tmp_path: Path) -> None:
         load = {"lora_name": "more", "lora_path": "japanese"}
         assert server.post("/v1/load_lora_adapter", key="all", **load).status_code == 403
         assert server.post("/v1/load_lora_adapter", key="boss", **load).status_code == 200
-    finally:
-        server.close()
 
 
 def test_more_samples_than_the_engine_runs_at_once_are_refused(server: Running) -> None:

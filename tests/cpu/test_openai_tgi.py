@@ -20,9 +20,7 @@ def client(server: Running) -> InferenceClient:
 
 
 def answer(server: Running, path: str = "/generate", **parameters: Any) -> Any:
-    found = server.post(path, inputs=QUESTION, parameters=parameters)
-    assert found.status_code == 200, found.text
-    return found.json()
+    return server.ask(path, inputs=QUESTION, parameters=parameters)
 
 
 def test_an_adapter_answers_as_by_its_completion(server: Running, client: InferenceClient) -> None:
@@ -100,11 +98,7 @@ def test_grammars_of_both(server: Running) -> None:
     ("parameters", "status", "kind", "hint"),
     [
         ({"typical_p": 0.9}, 422, "validation", MORE + "typical_p is not supported"),
-        ({"watermark": True}, 422, "validation", MORE + "watermark"),
         ({"api_token": "x", "adapter_id": "chinese"}, 422, "validation", MORE + "api_token"),
-        ({"nothing": 1}, 422, "validation", MORE + "nothing is not supported"),
-        ({"adapter_id": "x" * 600}, 422, "validation", MORE + "adapter_id"),
-        ({"seed": 2**64}, 422, "validation", MORE + "seed"),
         ({"max_new_tokens": 0}, 422, "validation", MORE + "max_new_tokens"),
         ({"max_new_tokens": 10**6}, 422, "validation", "maximum context length"),
         ({"best_of": 2}, 422, "validation", "needs sampling"),

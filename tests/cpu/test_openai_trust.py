@@ -37,11 +37,10 @@ LOAD = {"lora_name": "mine", "lora_path": "chinese", "load_inplace": True}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    running = Running(
+    with Running(
         lora_root=(DEMO / "adapters",), allow_runtime_lora_updating=True, allowed_hosts=("api.example.com",)
-    )
-    yield running
-    running.close()
+    ) as running:
+        yield running
 
 
 def request(host: str | None, origin: str | None = None, version: str = "1.1") -> Request:
@@ -120,14 +119,9 @@ def test_a_text_may_have_as_many_commas_as_it_likes() -> None:
     ("kind", "body"),
     [
         (CompletionRequest, {"prompt": [*[1] * 100000, "x"]}),
-        (CompletionRequest, {"prompt": [-1] * 100000}),
-        (CompletionRequest, {"prompt": [{}] * 10000}),
         (CompletionRequest, {"prompt": "x", **MANY}),
         (CompletionRequest, {"prompt": "x", "logit_bias": dict.fromkeys(MANY, "x")}),
-        (CompletionRequest, {"prompt": "x", "logit_bias": dict.fromkeys(MANY, 101)}),
-        (CompletionRequest, {"prompt": "x", "response_format": {"type": "text", **MANY}}),
         (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 10000}]}),
-        (ChatRequest, {"messages": [{"role": "user", "content": "x", **MANY}]}),
         (ChatRequest, {"messages": [{"role": "user", "content": "x"}], "tool_choice": MANY}),
         (OllamaChat, {"model": "x", "options": MANY}),
     ],
@@ -181,8 +175,7 @@ def test_a_full_disk_costs_copies_and_nothing_else(
     root, folder = tmp_path / "adapters", tmp_path / "copies"
     shutil.copytree(DEMO / "adapters" / "chinese", root / "one")
     failures = lambda: [one for one in caplog.messages if "copies cannot be written" in one]  # noqa: E731
-    server = Running(lora_root=(root,), lora_disk_dir=folder, drain_seconds=1.0)
-    try:
+    with Running(lora_root=(root,), lora_disk_dir=folder, drain_seconds=1.0) as server:
         assert server.post(model="one", prompt="a", max_tokens=2).status_code == 200
         shutil.copytree(DEMO / "adapters" / "japanese", root / "two")
         wait_for(lambda: server.http.get("/v1/models/two").status_code == 200)
@@ -194,8 +187,6 @@ def test_a_full_disk_costs_copies_and_nothing_else(
         (root / "one" / "adapter_config.json").touch()
         wait_for(lambda: any(folder.glob("*.safetensors")))
         wait_for(lambda: "lora disk level: copies can be written again" in caplog.messages)
-    finally:
-        server.close()
 
 
 @pytest.fixture
@@ -217,14 +208,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_uploads_and_copies_on_a_disk_that_is_full(
     small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = Running(
+    with Running(
         lora_root=(DEMO / "adapters",),
         lora_disk_dir=small_disk / "copies",
         lora_upload_dir=small_disk / "uploads",
         allow_runtime_lora_updating=True,
         drain_seconds=1.0,
-    )
-    try:
+    ) as server:
         assert server.post(model="chinese", prompt="a", max_tokens=2).status_code == 200
         wait_for(lambda: any("copies cannot be written" in one for one in caplog.messages))
         # Half a copy would fill the disk too.
@@ -237,8 +227,6 @@ def test_uploads_and_copies_on_a_disk_that_is_full(
         answer = server.http.post(url, content=b"x" * 2000, headers=headers)
         assert answer.status_code == 422, answer.text
         assert not list((small_disk / "uploads" / ".incoming").iterdir())
-    finally:
-        server.close()
 
 
 def test_what_passes_is_tried_again_and_withdraws_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,8 +247,7 @@ def test_what_passes_is_tried_again_and_withdraws_nobody(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(catalog, "find_adapters", find_adapters)
     monkeypatch.setattr(catalog.AdapterReader, "read", read)
-    server = Running(lora_root=(DEMO / "adapters",), lora_refresh_seconds=0.2, drain_seconds=1.0)
-    try:
+    with Running(lora_root=(DEMO / "adapters",), lora_refresh_seconds=0.2, drain_seconds=1.0) as server:
         wait_for(lambda: server.http.get("/v1/models/chinese").status_code == 200)
         short = True
         wait_for(lambda: len(failed) >= 3)
@@ -271,5 +258,3 @@ def test_what_passes_is_tried_again_and_withdraws_nobody(monkeypatch: pytest.Mon
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "adapter_unreadable")
         short = False
         wait_for(lambda: server.post(model="japanese", prompt="a", max_tokens=2).status_code == 200)
-    finally:
-        server.close()

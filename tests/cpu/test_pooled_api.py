@@ -71,15 +71,14 @@ def llm(shop: Shop) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def server(shop: Shop) -> Iterator[Running]:
-    found = Running(
+    with Running(
         model=shop.model,
         lora_root=(shop.adapters,),
         served_model_name=("base",),
         dtype="float32",
         allow_runtime_lora_updating=True,
-    )
-    yield found
-    found.close()
+    ) as found:
+        yield found
 
 
 def test_llm_embeds(llm: LLM, shop: Shop) -> None:
@@ -143,9 +142,8 @@ def test_an_encoder_is_healthy_without_text(shop: Shop, tmp_path: Path) -> None:
     model = make_encoder(tmp_path / "encoder", "bert")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(shop.model / name, model / name)
-    server = Running(model=model, dtype="float32")
-    answer = server.http.get("/health/model")
-    server.close()
+    with Running(model=model, dtype="float32") as server:
+        answer = server.http.get("/health/model")
     assert answer.status_code == 200, answer.text
 
 
@@ -164,9 +162,7 @@ def test_embeddings_over_http(server: Running, shop: Shop) -> None:
 
 def test_embeddings_as_ollama_asks_for_them(server: Running, shop: Shop) -> None:
     def ask(path: str = "/api/embed", model: str = "base", **body: Any) -> dict[str, Any]:
-        answer = server.post(path, model=model, **body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+        return server.ask(path, model=model, **body)
 
     found = ask(model="base:latest", input=TEXTS, keep_alive=0, options={"num_ctx": 512})
     for text, one in zip(TEXTS, found["embeddings"], strict=True):
@@ -179,14 +175,9 @@ def test_embeddings_as_ollama_asks_for_them(server: Running, shop: Shop) -> None
     plain = ask("/api/embeddings", prompt="no")["embedding"]
     assert near(np.array(plain), hidden(shop.model, shop.tokenizer.encode("no"))[-1])
     assert ask()["embeddings"] == ask(input="")["embeddings"] == ask("/api/embeddings")["embedding"] == []
-    for given, status, hint in (
-        ({"model": "nobody"}, 404, "'nobody' does not exist"),
-        ({"model": "base", "input": [1]}, 400, "input"),
-        ({"model": "base", "input": "no", "dimensions": 8}, 400, "matryoshka"),
-        ({"model": "base", "input": "no", "options": {"x": 1}}, 400, "options.x"),
-    ):
-        answer = server.post("/api/embed", **given)
-        assert answer.status_code == status and hint in answer.json()["error"], answer.text
+    assert "'nobody' does not exist" in server.ask("/api/embed", 404, model="nobody")["error"]
+    wrong = server.ask("/api/embed", 400, model="base", input="no", dimensions=8)
+    assert "matryoshka" in wrong["error"]
 
 
 def test_ollama_cuts_the_end_of_a_text(server: Running, shop: Shop) -> None:
@@ -266,9 +257,6 @@ def test_other_names_of_use_activation(server: Running, path: str, body: dict[st
     [
         ("/v1/embeddings", {"input": "a", "use_activation": True, "normalize": False}, 400, "mean the same"),
         ("/v1/embeddings", {"input": "a", "truncation_side": "right"}, 400, "truncation_side"),
-        ("/v1/embeddings", {"input": "a", "embed_dtype": "fp8"}, 400, "embed_dtype"),
-        ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, 400, "prompt_name"),
-        ("/v1/embeddings", {"input": []}, 400, "input"),
         ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "input"),
         ("/v1/embeddings", {"input": "a", "dimensions": 8}, 400, "matryoshka"),
         ("/v1/embeddings", {"input": [10**6]}, 400, "token ids must be at most"),
@@ -283,13 +271,11 @@ def test_other_names_of_use_activation(server: Running, path: str, body: dict[st
             "max_tokens_per_doc",
         ),
         ("/v1/score", {"text_1": "a", "text_2": "b", "model": "three"}, 400, "one label"),
-        ("/v1/embeddings", {"input": "a", "model": "nobody"}, 404, "nobody"),
     ],
 )
 def test_http_refuses(server: Running, path: str, body: dict[str, Any], status: int, words: str) -> None:
-    answer = server.post(path, **body)
-    assert answer.status_code == status, answer.text
-    assert words in answer.json()["error"]["message"]
+    answer = server.ask(path, status, **body)
+    assert words in answer["error"]["message"]
 
 
 def test_settings_of_sentence_transformers(tmp_path: Path) -> None:

@@ -25,9 +25,8 @@ def collector() -> Iterator[Collector]:
 
 
 def test_a_request_is_a_span_with_its_phases_below_the_clients(collector: Collector) -> None:
-    server = Running(lora_root=(DEMO / "adapters",), otlp_traces_endpoint=collector.http)
-    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
-    try:
+    with Running(lora_root=(DEMO / "adapters",), otlp_traces_endpoint=collector.http) as server:
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
         body = {
             "model": "chinese",
             "messages": [{"role": "user", "content": "a"}],
@@ -41,8 +40,6 @@ def test_a_request_is_a_span_with_its_phases_below_the_clients(collector: Collec
         assert failed.status_code == 200  # it is in the cache
         failed = server.post("/v1/completions", model="japanese", prompt="a", load_lora_weights="never")
         assert failed.status_code == 409
-    finally:
-        server.close()  # sends what is left
     cold, warm = (one for one in collector.spans if one["name"] == "chat chinese")
     usage = answer.json()["usage"]
     for one in (cold, warm):
@@ -77,22 +74,16 @@ def test_grpc_is_the_default_and_variables_say_the_rest(
 ) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "adapters")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.grpc.replace("grpc", "http"))
-    server = Running()
-    try:
+    with Running() as server:
         answer = server.http.post(
             "/v1/embeddings", json={"model": "demo", "input": "a"}, headers={"traceparent": "nonsense"}
         )
         assert answer.status_code == 200
-    finally:
-        server.close()
     (one,) = (one for one in collector.spans if one["name"] == "embeddings demo")
     assert one["service"] == "adapters" and one["gen_ai.usage.output_tokens"] == 0
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    server = Running()
-    try:
+    with Running() as server:
         assert not server.app.state.routes.context.backend.on_finished
-    finally:
-        server.close()
 
 
 def test_an_endpoint_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,7 +235,7 @@ class _Routes:
         self.batches = BatchRoutes(batches)
         self._body_memory = transport.BodyMemory(BODIES_AT_ONCE * context.options.max_request_bytes)
         self._parsing = asyncio.Lock()
-        inference.on_disconnect = context.metrics.count_disconnect
+        context.backend.on_disconnect = context.metrics.count_disconnect
 
     async def answer(self, name: str, path: str, request: Request) -> Response:
         """What the route with this name answers. Raises any exception."""
@@ -309,16 +309,18 @@ class _Routes:
     async def show_metrics(self, request: Request) -> Response:
         if not self.context.options.open_metrics and not self._inference.sees_all(self.key(request)):
             raise ApiError(403, "not_allowed", "Metrics name every adapter: this API key may not see them")
-        states = Counter(state_of(entry) for entry in self._catalog.entries())
-        stats, failures = self.context.backend.stats(), self._catalog.num_failures
-        more = [
-            Sample("manylora_alias_requests_total", (("alias", alias), ("model", model)), number)
-            for (alias, model), number in self._inference.shared_names.items()
-        ]
+        more = [Sample("manylora_pinned_adapters", (), len(self.context.pinning))]
+        for state, number in Counter(map(state_of, self._catalog.entries())).items():
+            more.append(Sample("manylora_catalog_adapters", (("state", state),), number))
+        for code, number in self._catalog.num_failures.items():
+            more.append(Sample("manylora_adapter_read_failures_total", (("code", code),), number))
+        for (alias, model), number in self._inference.shared_names.items():
+            labels = ("alias", alias), ("model", model)
+            more.append(Sample("manylora_alias_requests_total", labels, number))
         if self.context.usage is not None:
             dropped = self.context.usage.num_dropped
             more.append(Sample("manylora_usage_log_dropped_total", (), dropped))
-        text = self.context.metrics.render(stats, states, failures, len(self.context.pinning), more)
+        text = self.context.metrics.render(self.context.backend.stats(), more)
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
     async def reset_prefix_cache(self, request: Request, key: ApiKey) -> Response:

@@ -80,25 +80,53 @@ class EngineClient(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class AdapterChoice:
+    """Which adapters a request asks for. field: that named them. name: None is the base model.
+
+    source: "hf" or "nemo", if given. mix: several adapters, or one with a scale; `name` is then all joined by
+    +. shared: aliases of several models, with those that were chosen for this request.
+    """
+
+    field: str = "model"
+    name: str | None = None
+    source: str | None = None
+    mix: tuple[tuple[str, float], ...] = ()
+    shared: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def answers(self) -> str:
+        """The model that was chosen for the request, if its name means several."""
+        return self.shared[0][1] if self.shared and not self.mix else ""
+
+    @property
+    def adapters(self) -> tuple[tuple[str, float], ...]:
+        """All adapters with their scales."""
+        return self.mix or (() if self.name is None else ((self.name, 1.0),))
+
+    @property
+    def alone(self) -> str | None:
+        """The only adapter that acts: its text settings apply. None: the base model's apply."""
+        acting = {name for name, scale in self.adapters if scale}
+        return acting.pop() if len(acting) == 1 else None
+
+
 JobT = TypeVar("JobT", Generation, PooledGeneration)
 
 
 @dataclass(eq=False)
 class Call(Generic[JobT]):
-    """One generation with its adapter. policy: load_lora_weights. source: "hf" or "nemo", if given.
+    """One generation with its adapters. policy: load_lora_weights.
 
     changed: set after every change, cleared by who waits; the calls of one HTTP request share it.
-    guide_field: where the guide came from, for errors. adapters: names and scales; `adapter` is the name in
-    the request. version: of the first adapter. content: digest of everything that acts; empty: the base
-    model. follow: lora_version. priority: lower is earlier.
+    guide_field: where the guide came from, for errors. version: of the first adapter. content: digest of
+    everything that acts; empty: the base model. follow: lora_version. priority: lower is earlier.
     """
 
     generation: JobT
     changed: asyncio.Event
-    adapter: str | None = None
+    choice: AdapterChoice
     policy: str = "auto"
-    source: str | None = None
-    adapters: tuple[tuple[str, float], ...] = ()
     follow: bool = False
     guide_field: str = FORMAT
     priority: int = 0
@@ -131,7 +159,8 @@ class Call(Generic[JobT]):
 
 class Backend:
     """Belongs to its event loop. meter: called for every ended sequence, with the seconds it waited here, and
-    those of them for its adapter to be read. on_finished: called with each FinishedRequest.
+    those of them for its adapter to be read. on_finished: called with each FinishedRequest. on_disconnect: if
+    a client leaves during a stream.
     """
 
     def __init__(self, engine: EngineClient, catalog: AdapterCatalog, queue: FairQueue, meter: Meter) -> None:
@@ -139,6 +168,7 @@ class Backend:
         self.engine, self._meter = engine, meter
         self.history = History()
         self.on_finished: list[Callable[[Any], None]] = []
+        self.on_disconnect: Callable[[], None] = lambda: None
         # Requests that are sending the tensors of a task id right now.
         self._carrying: Counter[int] = Counter()
         self._events: deque[tuple[Call[Any], Event]] = deque()  # added by any thread
@@ -149,7 +179,7 @@ class Backend:
 
     def _publish(self, version: Version, adapter: Adapter | FileAdapter, old: str) -> None:
         """Takes effect before any later request. An adapter that is not in use takes no space."""
-        follows = any(call.follow and call.adapter == version.name for call in self._open)
+        follows = any(call.follow and call.choice.name == version.name for call in self._open)
         if not (follows or self.engine.resident(task_id_of(old))):
             return
         lora = LoraInput(version.task_id, name=version.name, checked=adapter, version=version.number)
@@ -221,7 +251,7 @@ class Backend:
     async def _serve(self, call: Call[Any]) -> None:
         generation = call.generation
         try:
-            first = call.adapters[0][0] if call.adapters else ""
+            first = call.choice.adapters[0][0] if call.choice.adapters else ""
             tokens = len(generation.prompt)
             async with self.queue.turn(first, generation.num_sequences, tokens, call.priority):
                 call.admitted = time.monotonic()
@@ -232,7 +262,7 @@ class Backend:
             call.fail(ApiError(499, "cancelled", "The request was cancelled"))
             raise
         except Exception as error:
-            known = as_api_error(error, call.adapter or "")
+            known = as_api_error(error, call.choice.name or "")
             if known.code == "internal_error":
                 logger.exception("request %s failed", generation.request_id)
             call.fail(known)
@@ -240,7 +270,7 @@ class Backend:
             self._open.discard(call)
 
     async def _with_adapters(self, call: Call[Any]) -> None:
-        if call.follow and not call.adapters:
+        if call.follow and not call.choice.adapters:
             reason = "lora_version follow needs an adapter, and the base model answers: use keep"
             raise invalid_value(reason, "lora_version")
         if call.follow and not self.engine.follows:
@@ -248,12 +278,12 @@ class Backend:
             raise errors.unsupported_field(reason, "lora_version")
         versions: list[tuple[Version, float]] = []
         with contextlib.ExitStack() as stack:
-            for name, scale in call.adapters:
+            for name, scale in call.choice.adapters:
                 if not scale:
                     continue
                 version = await self.catalog.version(name, fresh=call.policy == "always")
-                if call.source and (call.source == "nemo") != (version.facts.kind == "nemo"):
-                    reason = f"adapter {name!r} is not a checkpoint of kind {call.source}"
+                if call.choice.source and (call.choice.source == "nemo") != (version.facts.kind == "nemo"):
+                    reason = f"adapter {name!r} is not a checkpoint of kind {call.choice.source}"
                     raise ApiError(422, "adapter_unsupported", reason, "lora_request.lora_ckpt_source")
                 versions.append((version, scale))
                 entry = self.catalog.enter(name)
@@ -340,10 +370,10 @@ class Backend:
             self._meter(call.lora, event, waited_s, call.sent - call.admitted)
             self.history.ended(event, waited_s)
             if event.metrics is not None:
-                first = call.adapters[0][0] if call.adapters else ""
+                first = call.choice.adapters[0][0] if call.choice.adapters else ""
                 self.queue.count_output(first, event.metrics.output_tokens)
         if event.error is not None:
-            event = replace(event, error=as_api_error(event.error, call.adapter or ""))
+            event = replace(event, error=as_api_error(event.error, call.choice.name or ""))
         alone = isinstance(call.lora, LoraInput)  # mixes are not counted
         if alone and call.version is not None and not event.versions:  # the engine does not count versions
             told = AdapterVersion(call.version.name, call.version.number, call.version.digest)

@@ -27,7 +27,7 @@ from manylora.doors.http.api.errors import (
 from manylora.doors.http.api.params import Limits, Shared, plan, shared_of
 from manylora.doors.http.api.schema import AdapterFields, ChatRequest, CompletionRequest, GenerationRequest
 from manylora.doors.http.serving import responses
-from manylora.doors.http.serving.backend import Backend, Call
+from manylora.doors.http.serving.backend import AdapterChoice, Backend, Call
 from manylora.doors.http.serving.keys import ANYONE, ApiKey
 from manylora.doors.http.serving.prompts import Prompts
 from manylora.doors.http.serving.responses import Answers, Echo, ResponseBuilder, RunningCalls
@@ -44,37 +44,6 @@ from manylora.request import MAX_MIXED, MAX_SCALE, Pooling
 
 PROBE_S = 2.0
 BuildResponse = Callable[[Answers], ResponseBuilder]
-
-
-@dataclass(frozen=True)
-class AdapterChoice:
-    """Which adapters a request asks for. field: that named them. name: None is the base model.
-
-    source: "hf" or "nemo", if given. mix: several adapters, or one with a scale; `name` is then all joined by
-    +. shared: aliases of several models, with those that were chosen for this request.
-    """
-
-    field: str = "model"
-    name: str | None = None
-    source: str | None = None
-    mix: tuple[tuple[str, float], ...] = ()
-    shared: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def answers(self) -> str:
-        """The model that was chosen for the request, if its name means several."""
-        return self.shared[0][1] if self.shared and not self.mix else ""
-
-    @property
-    def adapters(self) -> tuple[tuple[str, float], ...]:
-        """All adapters with their scales."""
-        return self.mix or (() if self.name is None else ((self.name, 1.0),))
-
-    @property
-    def alone(self) -> str | None:
-        """The only adapter that acts: its text settings apply. None: the base model's apply."""
-        acting = {name for name, scale in self.adapters if scale}
-        return acting.pop() if len(acting) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -120,22 +89,20 @@ class Inference:
         self._probe: asyncio.Task[None] | None = None
         self._probed_at = 0.0
         self.shared_names: Counter[tuple[str, str]] = Counter()  # requests by alias and chosen model
-        # Called when a client disconnects during a stream.
-        self.on_disconnect: Callable[[], None] = lambda: None
 
     async def chat(
         self,
         request: Request,
         body: ChatRequest,
         key: ApiKey,
-        build: BuildResponse | None = None,
+        build: BuildResponse = responses.ChatResponse,
         asked: ResolvedRequest | None = None,
         *,
         drops: bool = False,
         caps: bool = False,
     ) -> Response:
-        """build: creates the response's builder. None: OpenAI's for chats. asked: None: as from `ask`, with
-        this body. drops: the oldest messages, until the rest fits. caps: max_tokens, to what fits then.
+        """build: creates the response's builder. asked: None: as from `ask`, with this body. drops: the
+        oldest messages, until the rest fits. caps: max_tokens, to what fits then.
         """
         asked, most = asked or await self.ask(body, key), body.max_tokens
         if caps:
@@ -149,7 +116,7 @@ class Inference:
         if body.return_expanded_prompt and body.stream:
             name = "return_expanded_prompt"
             raise unsupported_field(f"{name} needs stream false", name)
-        return await self._respond(request, body, asked, [prompt.ids], prompt.text, build)
+        return await self._respond(request, body, asked, build, [prompt.ids], prompt.text)
 
     def room(self, num_prompt: int) -> int:
         """The most tokens that an answer may have, at least 1."""
@@ -204,7 +171,7 @@ class Inference:
         request: Request,
         body: CompletionRequest,
         key: ApiKey,
-        build: BuildResponse | None = None,
+        build: BuildResponse = responses.CompletionResponse,
         asked: ResolvedRequest | None = None,
     ) -> Response:
         """asked: None: as from `ask`, with this body."""
@@ -218,7 +185,7 @@ class Inference:
             for one in given
         ]
         self._check_ids(prompts)
-        return await self._respond(request, body, asked, prompts, build=build)
+        return await self._respond(request, body, asked, build, prompts)
 
     def prepare(
         self, body: CompletionRequest, prompt: tuple[int, ...], asked: ResolvedRequest
@@ -277,8 +244,7 @@ class Inference:
 
     async def _compute_one(self, name: str | None) -> None:
         state = PooledGeneration(tuple(self.tokenizer.encode("a")), Pooling(), "health")
-        choice = AdapterChoice(name=name)
-        await self.finish(Call(state, asyncio.Event(), choice.name, adapters=choice.adapters))
+        await self.finish(Call(state, asyncio.Event(), AdapterChoice(name=name)))
 
     def _check_ids(self, prompts: Sequence[tuple[int, ...]]) -> None:
         most = self.limits.vocab_size - 1
@@ -297,9 +263,9 @@ class Inference:
         request: Request,
         body: GenerationRequest,
         asked: ResolvedRequest,
+        build: BuildResponse,
         prompts: Sequence[tuple[int, ...]],
         rendered: str = "",
-        build: BuildResponse | None = None,
     ) -> Response:
         """rendered: the chat template. Empty for completions."""
         self._check_count(len(prompts) * (getattr(body, "best_of", None) or body.n))
@@ -315,11 +281,10 @@ class Inference:
             for number, prompt in enumerate(prompts)
         ]
         with ExitStack() as stack:
-            on_disconnect = self.on_disconnect if body.stream else None
-            run = RunningCalls(self.backend, calls, changed, request, on_disconnect, asked.names)
+            run = RunningCalls(self.backend, calls, request, asked.names)
             stack.callback(run.close)
             await run.begin()
-            is_chat, options = isinstance(body, ChatRequest), body.stream_options or schema.StreamOptions()
+            options = body.stream_options or schema.StreamOptions()
             answers = Answers(
                 [call.generation for call in calls],
                 body.n,
@@ -334,8 +299,7 @@ class Inference:
                 expanded_prompt=rendered if getattr(body, "return_expanded_prompt", False) else None,
                 echoes=_echoes(body, calls, asked.prompts.tokenizer),
             )
-            usual = responses.ChatResponse if is_chat else responses.CompletionResponse
-            builder = (build or usual)(answers)
+            builder = build(answers)
             if body.stream:
                 events = run.stream(builder, options.include_usage)
                 return EventStream(events, stack.pop_all().close, builder.media_type)
@@ -388,7 +352,7 @@ class Inference:
         request_id: str,
         shared: Shared,
     ) -> Call[Generation]:
-        choice, tokenizer = asked.choice, asked.prompts.tokenizer
+        tokenizer = asked.prompts.tokenizer
         try:
             decoding = plan(body, len(prompt), tokenizer, self.model, self.limits, shared, asked.defaults)
         except (ValueError, RequestError) as error:
@@ -396,10 +360,8 @@ class Inference:
         return Call(
             Generation(prompt, decoding, tokenizer, body.stream, request_id),
             changed,
-            choice.name,
+            asked.choice,
             body.load_lora_weights,
-            choice.source,
-            choice.adapters,
             follow=body.lora_version == "follow",
             guide_field=shared.guide_field,
             priority=body.priority,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from manylora.doors.triton.metrics import (
@@ -88,25 +88,13 @@ class Metrics:
             else:
                 self._counters[sample.family][sample.labels] += sample.value
 
-    def render(
-        self,
-        stats: EngineStats,
-        states: Mapping[str, int],
-        failures: Mapping[str, int],
-        pinned: int = 0,
-        more: Iterable[Sample] = (),
-    ) -> str:
-        """states: number of adapters in the catalog by state. failures: failed reads by code."""
+    def render(self, stats: EngineStats, more: Iterable[Sample] = ()) -> str:
+        """more: of the catalog and the aliases."""
         samples: dict[str, list[tuple[Labels, float]]] = defaultdict(list)
         # Triton exports what is unknown here of its engine.
         known = [one for one in engine_samples(stats) if stats.kv_blocks or one.family == LORA_INFO]
         for one in [*known, *self._gateway(stats), *more]:
             samples[one.family].append((one.labels, one.value))
-        for state, count in states.items():
-            samples["manylora_catalog_adapters"].append(((("state", state),), count))
-        samples["manylora_pinned_adapters"].append(((), pinned))
-        for code, count in failures.items():
-            samples["manylora_adapter_read_failures_total"].append(((("code", code),), count))
         for name, values in self._counters.items():
             samples[name] += values.items()
         lines: list[str] = []

@@ -293,24 +293,21 @@ class PooledApi:
     async def _run(
         self, request: Request, body: PooledRequest, prompts: Sequence[Prompt], asked: ResolvedRequest
     ) -> Answered:
-        choice = asked.choice
         check_priority(body.priority, self._inference.limits)
-        self._inference.count_shared(choice)
+        self._inference.count_shared(asked.choice)
         changed, name = asyncio.Event(), name_of(request, body.request_id)
         calls = [
             Call(
                 PooledGeneration(ids, pooling, f"{name}-{number}", body.cache_salt or ""),
                 changed,
-                choice.name,
+                asked.choice,
                 body.load_lora_weights,
-                choice.source,
-                choice.adapters,
                 priority=body.priority,
             )
             for number, (ids, pooling) in enumerate(prompts)
         ]
         backend = self._inference.backend
-        with closing(RunningCalls(backend, calls, changed, request, None, asked.names)) as run:
+        with closing(RunningCalls(backend, calls, request, asked.names)) as run:
             await run.begin()
             await run.finish()
         values = [call.generation.values for call in calls]

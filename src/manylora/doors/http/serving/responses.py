@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -430,27 +429,16 @@ def _ending(output: CompletionOutput) -> dict[str, Any]:
 
 
 class RunningCalls:
-    """The calls of one HTTP request. A client that disconnects cancels them, and on_disconnect is called if
-    that happens during a stream.
-    """
+    """The calls of one HTTP request. A client that disconnects cancels them."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        calls: Sequence[Call[Any]],
-        changed: asyncio.Event,
-        request: Request,
-        on_disconnect: Callable[[], None] | None,
-        names: Names,
-    ) -> None:
-        self._backend, self._calls, self._changed = backend, calls, changed
-        self._on_disconnect, self._request = on_disconnect, request
-        self._names = names
+    def __init__(self, backend: Backend, calls: Sequence[Call[Any]], request: Request, names: Names) -> None:
+        self._backend, self._calls, self._changed = backend, calls, calls[0].changed
+        self._request, self._names = request, names
         self._streaming = self._disconnected = False
 
         def disconnected() -> None:
             self._disconnected = True
-            changed.set()
+            self._changed.set()
 
         self._watcher = watch(request.receive, disconnected)
 
@@ -485,8 +473,8 @@ class RunningCalls:
             yield builder.error_events(error)
 
     def close(self) -> None:
-        if self._streaming and self._on_disconnect is not None:  # the stream is not complete
-            self._on_disconnect()
+        if self._streaming:  # the stream is not complete
+            self._backend.on_disconnect()
         self._watcher.cancel()
         failed = next((call.error for call in self._calls if call.error is not None), None)
         left = self._disconnected or (self._streaming and failed is None)

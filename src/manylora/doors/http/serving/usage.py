@@ -65,7 +65,7 @@ class FinishedRequest:
         call, metrics = self.calls[0], self.calls[0].generation.metrics
         found = {"queue": (call.admitted or self.ended) - call.arrived}
         if call.admitted:
-            is_cold = bool(call.adapters) and (metrics is None or metrics.adapter_tier != "device")
+            is_cold = bool(call.choice.adapters) and (metrics is None or metrics.adapter_tier != "device")
             read_s = (call.sent or self.ended) - call.admitted
             found["adapter_load" if is_cold else "queue"] = read_s + (0.0 if is_cold else found["queue"])
         for name, seconds in metrics.phases.items() if metrics is not None else ():
@@ -85,7 +85,7 @@ class FinishedRequest:
             "route": self.request.url.path,
             "key": self.names.key,
             "model": self.names.model,
-            "adapter": call.adapter,
+            "adapter": call.choice.name,
             "version": version.number if version is not None else None,
             "digest": call.content or None,
             "prompt_tokens": prompt,
@@ -114,7 +114,7 @@ class FinishedRequest:
             "gen_ai.usage.output_tokens": output,
             "gen_ai.usage.cache_read.input_tokens": cached,
             "manylora.key": self.names.key,
-            "manylora.adapter.name": call.adapter,
+            "manylora.adapter.name": call.choice.name,
             "manylora.adapter.version": None if version is None else version.number,
             "manylora.adapter.digest": call.content or None,
             "manylora.adapter.tier": (generation.metrics and generation.metrics.adapter_tier) or None,

@@ -139,7 +139,7 @@ def log() -> Iterator[tuple[logging.Logger, io.StringIO]]:
     stream, logger = io.StringIO(), logging.Logger("of a test")
     handler = logging.StreamHandler(stream)
     handler.setFormatter(PlainFormatter("%(levelname)s %(message)s"))
-    handler.addFilter(RateLimit(handler, burst=3, window_s=0.3))
+    handler.addFilter(RateLimit())
     logger.addHandler(handler)
     yield logger, stream
 
@@ -156,6 +156,16 @@ def test_a_name_forges_no_line_of_the_log(log: tuple[logging.Logger, io.StringIO
     assert lines[0] == "WARNING adapter a\\nERROR forged\\r\\x1b[2J\\u202e\\u2028b"
     assert len(lines[1]) < 3000
     assert lines[2] == "ERROR failed" and all(line.startswith("    ") for line in lines[3:])
+
+
+def test_a_client_does_not_flood_the_log() -> None:
+    now = 0.0
+    limit = RateLimit(burst=3, window_s=10.0, clock=lambda: now)
+    lines = [logging.LogRecord("a", logging.WARNING, "a.py", 1, "no %s", ("b",), None) for _ in range(9)]
+    assert [limit.filter(one) for one in lines[:8]] == [True] * 3 + [False] * 5
+    now = 10.0
+    assert limit.filter(lines[8])
+    assert lines[8].getMessage() == "no b (5 more lines like it came before)"
 
 
 def test_a_full_disk_costs_copies_and_nothing_else(

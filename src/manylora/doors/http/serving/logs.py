@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 
 MAX_LINE = 2000
 MAX_TRACE = 20000
@@ -17,7 +17,7 @@ WINDOW_S = 10.0
 def log_to_stderr(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
-    handler.addFilter(RateLimit(handler))
+    handler.addFilter(RateLimit())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if level != "debug":
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs a line per request to the hub
@@ -45,44 +45,25 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
-@dataclass
-class _LineCounter:
-    """Lines from one call site. since: when its window started."""
-
-    since: float
-    num_lines: int = 0
-    num_dropped: int = 0
-
-
 class RateLimit(logging.Filter):
-    """Drops lines over the limit. Any thread. handler: gets a line with their number when the window ends."""
+    """Drops lines over the limit. The next line of the call site tells how many. Any thread."""
 
-    def __init__(self, handler: logging.Handler, burst: int = BURST, window_s: float = WINDOW_S) -> None:
+    def __init__(
+        self, burst: int = BURST, window_s: float = WINDOW_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__()
-        self._handler, self._burst, self._window_s = handler, burst, window_s
-        self._sources: dict[tuple[str, int], _LineCounter] = {}
+        self._burst, self._window_s, self._clock = burst, window_s, clock
+        # By call site: when its window started, and lines in it.
+        self._sources: dict[tuple[str, int], tuple[float, int]] = {}
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        name = record.pathname, record.lineno
-        now = time.monotonic()
+        name, now, dropped = (record.pathname, record.lineno), self._clock(), 0
         with self._lock:
-            source = self._sources.get(name)
-            if source is None or now - source.since >= self._window_s:
-                source = self._sources[name] = _LineCounter(now)
-            source.num_lines += 1
-            if source.num_lines <= self._burst:
-                return True
-            source.num_dropped += 1
-            if source.num_dropped == 1:
-                left_s = source.since + self._window_s - now
-                timer = threading.Timer(left_s, self._log_dropped, (record, source))
-                timer.daemon = True
-                timer.start()
-            return False
-
-    def _log_dropped(self, like: logging.LogRecord, source: _LineCounter) -> None:
-        text = f"{source.num_dropped} more lines in {self._window_s:g} s like: {like.getMessage()[:200]}"
-        summary = logging.LogRecord(like.name, like.levelno, like.pathname, like.lineno, text, (), None)
-        with self._handler.lock or self._lock:  # bypasses the filter, which would count it
-            self._handler.emit(summary)
+            since, count = self._sources.get(name, (now, 0))
+            if now - since >= self._window_s:
+                since, count, dropped = now, 0, max(0, count - self._burst)
+            self._sources[name] = since, count + 1
+        if dropped:
+            record.msg, record.args = f"{record.getMessage()} ({dropped} more lines like it came before)", ()
+        return count < self._burst

@@ -136,7 +136,7 @@ class OllamaApi:
         self.check(name, key)
         await self._read_files()
         entry = next((one for one in self._catalog.entries() if one.name == name), None)
-        card = self._base_card() if entry is None else self._card(entry)
+        card = self._card(entry)
         limits, files = self._inference.limits, self._files
         prompts, defaults = await self._inference.text_of(name, key)
         able = ["completion", *["tools"] * (prompts.tokenizer.chat_template is not None)]
@@ -198,7 +198,7 @@ class OllamaApi:
     async def _seen(self, key: ApiKey, names: Container[str] | None = None) -> list[dict[str, Any]]:
         """Cards of the base model, and of adapters that the key may see. names: only of these; None: all."""
         await self._read_files()
-        return [self._base_card()] * key.may_see(None) + [
+        return [self._card(None)] * key.may_see(None) + [
             self._card(one)
             for one in self._catalog.entries()
             if (names is None or one.name in names)
@@ -210,25 +210,20 @@ class OllamaApi:
         if not self._files.num_bytes:
             self._files = await asyncio.to_thread(ModelFiles.read, self._folder, self._inference.model)
 
-    def _base_card(self) -> dict[str, Any]:
-        return self._model_card(self._inference.bases[0], self._created, self._files.num_bytes, "", "")
-
-    def _card(self, entry: AdapterEntry) -> dict[str, Any]:
-        version, base = entry.version, self._inference.bases[0]
-        if version is None:  # not read yet
-            return self._model_card(entry.name, self._created, 0, "", base)
-        return self._model_card(entry.name, version.created, version.facts.num_bytes, version.digest, base)
-
-    def _model_card(self, name: str, created: int, size: int, digest: str, parent: str) -> dict[str, Any]:
+    def _card(self, entry: AdapterEntry | None) -> dict[str, Any]:
+        """None: of the base model."""
+        base, version = self._inference.bases[0], entry and entry.version  # None: not read yet
+        name, size = (base, self._files.num_bytes) if entry is None else (entry.name, 0)
         tagged = name if ":" in name else name + LATEST
+        created = datetime.fromtimestamp(version.created if version else self._created, timezone.utc)
         family = self._inference.model.architecture.partition("For")[0].lower()
         return {
             "name": tagged,
             "model": tagged,
-            "modified_at": datetime.fromtimestamp(created, timezone.utc).isoformat(),
-            "size": size,
-            "digest": digest,
-            "details": self._files.details(family, parent),
+            "modified_at": created.isoformat(),
+            "size": version.facts.num_bytes if version else size,
+            "digest": version.digest if version else "",
+            "details": self._files.details(family, base if entry else ""),
         }
 
 

@@ -59,8 +59,8 @@ def rendered(server: Running, model: str) -> str:
 
 
 def num_tokens(server: Running, model: str, **body: Any) -> int:
-    answer = server.ask("/v1/chat/completions", model=model, messages=QUESTION, **body)
-    return answer["usage"]["completion_tokens"]
+    body = {"model": model, "messages": QUESTION, **body}
+    return server.ask("/v1/chat/completions", **body)["usage"]["completion_tokens"]
 
 
 def test_a_trusted_adapter_has_its_own_chat_template_behind_every_door(server: Running) -> None:
@@ -156,13 +156,10 @@ def test_its_own_end_tokens_replace_the_models(tmp_path: Path) -> None:
     [
         ([], "object"),
         ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size is not supported"),
-        ({"temperature": "warm"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"eos_token_id": 1536}, "1536 is no token of the model"),
-        ({"eos_token_id": [True]}, "eos_token_id must be"),
         ({"eos_token_id": [1] * 65}, "eos_token_id must be"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ({"stop_strings": ["x"] * 17}, "stop"),
     ],
 )
 def test_defaults_that_cannot_act_are_refused_by_name(given: Any, reason: str) -> None:

@@ -160,20 +160,12 @@ def test_references_to_recent_items_are_followed(server: Running, client: openai
 def test_recent_items_are_bounded_and_of_one_key() -> None:
     recent = RecentItems(max_items=3, max_characters=100)
 
-    def item(number: int, length: int = 1) -> dict[str, Any]:
-        return {"type": "message", "id": f"m{number}", "content": [{"text": "a" * length}]}
-
-    def known() -> list[int]:
+    def known_after(number: int, length: int = 1) -> list[int]:
+        recent.add("k", {"type": "message", "id": f"m{number}", "content": [{"text": "a" * length}]})
         return [i for i in range(9) if recent.resolve("k", {"id": f"m{i}"}) != {"id": f"m{i}"}]
 
-    for number in range(5):
-        recent.add("k", item(number))
-    assert known() == [2, 3, 4]
-    recent.add("k", item(5, 99))
-    assert known() == [4, 5]
-    recent.add("k", item(6, 200))
-    assert known() == []
-    recent.add("k", item(7))
+    assert [known_after(number) for number in range(5)][-1] == [2, 3, 4]
+    assert (known_after(5, 99), known_after(6, 200), known_after(7)) == ([4, 5], [], [7])
     assert recent.resolve("other", {"id": "m7"}) == {"id": "m7"}
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.unknown_fields import UnknownFieldSet
 from serving import Running
 
 IDS = [1, 331, 434, 297, 318, 316, 310, 1150, 36]
@@ -15,23 +17,9 @@ SDK = "pip install tinker"
 def fields(data: bytes) -> dict[int, list[Any]]:
     """Of a protocol buffer: bytes, or a number."""
     found: dict[int, list[Any]] = {}
-    at = 0
-
-    def number() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
-            if byte < 128:
-                return value
-
-    while at < len(data):
-        tag = number()
-        value: Any = number()
-        if tag & 7 == 2:
-            value, at = data[at : at + value], at + value
-        found.setdefault(tag >> 3, []).append(value)
+    (message := Empty()).ParseFromString(data)
+    for one in UnknownFieldSet(message):
+        found.setdefault(one.field_number, []).append(one.data)
     return found
 
 

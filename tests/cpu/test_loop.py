@@ -26,6 +26,7 @@ class FakeEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.known: set[int] = set()
+        self.adapters = SimpleNamespace(resident=self.known.__contains__, make_ready=lambda is_idle: None)
         self.order: list[tuple[int, bool]] = []
         self.num_ended = 0
 
@@ -82,12 +83,6 @@ class FakeEngine:
 
     def resolve(self, request: Request) -> Request:
         return request
-
-    def is_resident(self, task_id: int) -> bool:
-        return task_id in self.known
-
-    def make_ready(self, is_idle: Callable[[], bool]) -> None:
-        pass
 
     def save_blocks(self, most: int) -> bool:
         return False

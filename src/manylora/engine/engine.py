@@ -10,8 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from manylora.adapters.catalog.reader import AdapterReader
-from manylora.adapters.modules import LoraModule
 from manylora.config.engine import EngineConfig
 from manylora.engine.build import EngineParts, build_parts, end_ranks
 from manylora.engine.follower import follow
@@ -25,7 +23,7 @@ from manylora.engine.swaps import VersionSwaps
 from manylora.errors import QueueFullError, RequestError
 from manylora.ranks.rank_info import find_rank
 from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Request, mix
-from manylora.stats import CacheMap, EngineStats
+from manylora.stats import EngineStats
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -238,33 +236,9 @@ class Engine:
         self.adapters.close()
         end_ranks(self._parts)
 
-    def adapter_reader(self, modules: Mapping[int, LoraModule], *, narrow: bool = True) -> AdapterReader:
-        """Reads files as this engine can serve them; see `AdapterStore.reader`. Thread-safe."""
-        return self.adapters.reader(modules, narrow=narrow)
-
-    def is_resident(self, task_id: int) -> bool:
-        """Whether a task's adapter is in the cache now. Thread-safe."""
-        return self.adapters.resident(task_id)
-
-    def pin(self, task_id: int) -> None:
-        """Keep an adapter that is in the cache there. Raises AdapterError, as `AdapterStore.pin`."""
-        self.adapters.pin(task_id)
-
-    def unpin(self, task_id: int) -> None:
-        """Allow its eviction again. No effect if it is not pinned."""
-        self.adapters.unpin(task_id)
-
     def reset_prefix_cache(self, digest: str | None = None) -> None:
         """Reuse no KV blocks that are in the cache now. digest: only those of this adapter alone."""
         self._kv.reset(digest)
-
-    def cache_map(self) -> CacheMap:
-        """The adapter on each page of the cache."""
-        return self.adapters.map()
-
-    def make_ready(self, is_idle: Callable[[], bool]) -> None:
-        """Prepare memory for the next adapter, as `Transfers.make_ready`."""
-        self.adapters.make_ready(is_idle)
 
     def save_blocks(self, most: int) -> bool:
         """Copy KV blocks, at most so many, to host memory and disk. Returns whether there are more."""

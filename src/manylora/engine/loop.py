@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import MOST_SAVED, Engine, open_engine
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("manylora")
 
+T = TypeVar("T")
 Command = Callable[[], None]
 GUIDE_THREADS = 8  # a guide may take seconds to compile
 STATS_S = 0.05
@@ -108,6 +109,15 @@ class EngineLoop:
         """Treat the engine thread as dead because it is stuck. Thread-safe."""
         self._die(EngineDeadError(f"The engine stopped: {reason}"))
 
+    def _call(self, action: Callable[[], T], failed: str) -> Future[T]:
+        """The result of an action on the engine's thread, before later requests, or why it failed: a
+        RequestError or EngineDeadError. failed: starts the text of an unexpected error. Raises DrainingError
+        and EngineDeadError.
+        """
+        done: Future[T] = self._promise()
+        self._inbox.put(lambda: self._keep(done, action, failed))
+        return done
+
     def _promise(self) -> Future[Any]:
         """A result that `_keep` or `_die` will give. Raises DrainingError and EngineDeadError."""
         done: Future[Any] = Future()
@@ -145,7 +155,7 @@ class EngineLoop:
                 self._sinks[ticket] = sink
                 self._dispatch(ticket, request)
         if refusal is not None:
-            self._call(sink, _failure(refusal))
+            self._tell(sink, _failure(refusal))
         return ticket
 
     def cancel(self, ticket: int) -> None:
@@ -162,47 +172,28 @@ class EngineLoop:
         self._inbox.put(cancel)
 
     def publish(self, lora: LoraInput) -> Future[AdapterVersion]:
-        """As `Engine.publish`, before later requests. May raise RequestError and EngineDeadError."""
-        done: Future[AdapterVersion] = self._promise()
-        failed = "The adapter could not be taken"
-        self._inbox.put(lambda: self._keep(done, partial(self._engine.publish, lora), failed))
-        return done
+        """As `Engine.publish`. This and what follows: see `_call`."""
+        return self._call(partial(self._engine.publish, lora), "The adapter could not be taken")
 
     def stats(self) -> EngineStats:
         """At most STATS_S old while the engine works, exact from the last answer on. Thread-safe."""
         return self._stats
 
-    def cache_map(self, take: Callable[[CacheMap], None]) -> None:
-        """Call `take` between two steps, on the engine's thread, unless that has died."""
-
-        def show() -> None:
-            try:
-                take(self._engine.cache_map())
-            except Exception:  # a failed status page must not stop the engine
-                logger.exception("the map of the adapter cache could not be drawn")
-
-        self._inbox.put(show)
+    def cache_map(self) -> Future[CacheMap]:
+        """The adapter on each page of the cache."""
+        return self._call(self._engine.adapters.map, "The adapter cache could not be read")
 
     def reset_prefix_cache(self, digest: str | None) -> None:
         """As `Engine.reset_prefix_cache`, before later requests."""
         self._inbox.put(partial(self._engine.reset_prefix_cache, digest))
 
-    def pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
-        """Keep an adapter in the cache. answer: called as in `cache_map`, None or why it failed."""
-
-        def pin() -> None:
-            try:
-                self._engine.pin(task_id)
-            except Exception as error:
-                answer(as_refusal(error, "The adapter could not be pinned"))
-            else:
-                answer(None)
-
-        self._inbox.put(pin)
+    def pin(self, task_id: int) -> Future[None]:
+        """Keep an adapter that is in the cache there, as `AdapterStore.pin`."""
+        return self._call(partial(self._engine.adapters.pin, task_id), "The adapter could not be pinned")
 
     def unpin(self, task_id: int) -> None:
         """Allow its eviction again. No effect for an unknown id."""
-        self._inbox.put(partial(self._engine.unpin, task_id))
+        self._inbox.put(partial(self._engine.adapters.unpin, task_id))
 
     def sleep(self, level: int = 1) -> Future[None]:
         """Refuse requests from now on, and free memory as `Engine.sleep` when the open ones have ended. May
@@ -266,7 +257,7 @@ class EngineLoop:
         ids = lora.task_ids if lora is not None else []
         if lora is None or len(ids) < len(lora.members):  # an id is missing, which the engine reports
             return False
-        missing = (one for one in ids if one in self._preparing or not self._engine.is_resident(one))
+        missing = (one for one in ids if one in self._preparing or not self._engine.adapters.resident(one))
         if not lora.has_tensors and next(missing, None) is None:
             return False
         try:
@@ -330,7 +321,7 @@ class EngineLoop:
                 self._delivered()
                 if time.monotonic() - self._stats_at > STATS_S:
                     self._take_stats()
-                    self._engine.make_ready(lambda: self._idle)
+                    self._engine.adapters.make_ready(lambda: self._idle)
                     self._engine.save_blocks(SAVED_WHILE_BUSY)
         except BaseException as error:
             if self.death is not None:  # it was declared dead before
@@ -351,7 +342,7 @@ class EngineLoop:
                 self._turn_at = time.monotonic()
             self._take_stats()
             self._idle = True
-            self._engine.make_ready(lambda: self._idle)
+            self._engine.adapters.make_ready(lambda: self._idle)
             command = self._inbox.get()
             self._turn_at, self._idle = time.monotonic(), False
             command()
@@ -372,7 +363,7 @@ class EngineLoop:
         self._turn_at, self._idle = time.monotonic(), False
 
     def _keep(self, done: Future[Any], action: Callable[[], Any], failed: str) -> None:
-        """Answer what `_promise` made. failed: starts the text of an unexpected error."""
+        """Answer what `_promise` made. failed: as in `_call`."""
         result: Any = None
         failure: Exception | None = None
         try:
@@ -435,9 +426,9 @@ class EngineLoop:
             if self._to_sleep and not self._sinks:
                 self._inbox.put(self._try_to_sleep)
         if sink is not None:  # otherwise `_die` has called it
-            self._call(sink, event)
+            self._tell(sink, event)
 
-    def _call(self, sink: Sink, event: Event) -> None:
+    def _tell(self, sink: Sink, event: Event) -> None:
         try:
             sink(event)
         except Exception:
@@ -455,7 +446,7 @@ class EngineLoop:
         self._engine.end_waits()
         self._delivering = True  # so that `_delivered` is called once, after every sink
         for sink in orphans.values():
-            self._call(sink, _failure(death))
+            self._tell(sink, _failure(death))
         self._delivering = False
         self._delivered()
 

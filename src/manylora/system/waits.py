@@ -1,4 +1,4 @@
-"""Waits of an event loop: for an answer from another thread, and between the runs of repeated work."""
+"""Waits of an event loop between the runs of repeated work."""
 
 from __future__ import annotations
 
@@ -6,32 +6,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 logger = logging.getLogger("manylora")
-
-Answer = TypeVar("Answer")
-
-
-async def engine_answer(ask: Callable[[Callable[[Answer], None]], object], timeout_s: float) -> Answer:
-    """Returns what `ask` passes to its callback. The callback may be called from any thread, and also after
-    the timeout. Raises TimeoutError."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Answer] = loop.create_future()
-
-    def set_answer(found: Answer) -> None:
-        if not answer.done():
-            answer.set_result(found)
-
-    def take(found: Answer) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(set_answer, found)
-
-    ask(take)
-    try:
-        return await asyncio.wait_for(answer, timeout_s)
-    except asyncio.TimeoutError as error:  # another class than TimeoutError before Python 3.11
-        raise TimeoutError from error
 
 
 class Repeated:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from functools import partial
+from concurrent.futures import Future
 from typing import Protocol
 
 from manylora.adapters.catalog.catalog import AdapterCatalog
 from manylora.adapters.catalog.entry import AdapterEntry, CatalogError
-from manylora.errors import AdapterCacheFullError, AdapterNotCachedError, RequestError
-from manylora.system.waits import Repeated, engine_answer
+from manylora.errors import AdapterCacheFullError, AdapterNotCachedError, EngineDeadError, RequestError
+from manylora.system.waits import Repeated
 
 logger = logging.getLogger("manylora")
 
@@ -23,8 +23,8 @@ CHECK_S = 1.0
 class EnginePins(Protocol):
     """Pins adapters in the engine's cache."""
 
-    def pin(self, task_id: int, answer: Callable[[RequestError | None], None]) -> None:
-        """Pin an adapter in the cache. answer: called from any thread, with the reason if that fails."""
+    def pin(self, task_id: int) -> Future[None]:
+        """Pin an adapter in the cache. Raises RequestError or EngineDeadError, as its result may."""
         ...
 
     def unpin(self, task_id: int) -> None: ...
@@ -91,15 +91,18 @@ class Pinning:
             raise CatalogError("unsupported_field", reason, "pinned")
         if entry.version is not None and self._pinned.get(name) == entry.version.task_id:
             return
+        problem: Exception
         for _ in range(ATTEMPTS):
             await self._load(name)
             version = await self._catalog.version(name)
             try:
-                problem = await engine_answer(partial(self._engine.pin, version.task_id), ANSWER_S)
-            except TimeoutError:
+                await asyncio.wait_for(asyncio.wrap_future(self._engine.pin(version.task_id)), ANSWER_S)
+            except asyncio.TimeoutError:
                 self._engine.unpin(version.task_id)
                 problem = RequestError("the engine does not answer")
-            if problem is None:
+            except (RequestError, EngineDeadError) as error:
+                problem = error
+            else:
                 self._let_go(name, but=version.task_id)
                 self._pinned[name] = version.task_id
                 self._told.pop(name, None)

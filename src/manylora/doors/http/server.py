@@ -242,7 +242,7 @@ def _in_process(options: ServeOptions, ended: Callable[[str], None]) -> _ServedM
         engine.max_seq_len,
         engine.config.max_batch_size,
         # Not narrowed: copies on disk are checked by their digest.
-        engine.adapter_reader(modules, narrow=False),
+        engine.adapters.reader(modules, narrow=False),
         engine.library.versions,
     )
 
@@ -261,7 +261,7 @@ class InProcessEngine:
 
         self._wake: Wake = lambda: None
         self.loop = loop = EngineLoop(engine, lambda: self._wake())
-        self.resident = engine.is_resident
+        self.resident = engine.adapters.resident
         self.submit, self.cancel, self.publish = loop.submit, loop.cancel, loop.publish
         self.stats, self.cache_map = loop.stats, loop.cache_map
         self.reset_prefix_cache = loop.reset_prefix_cache

@@ -110,8 +110,8 @@ class BaseLLM:
         self._max_seq_len = engine.max_seq_len
         self._loop = EngineLoop(engine)
         modules = options.modules_to_read(lora_modules(self._model, config.lora.target_modules), lora_config)
-        registry = AdapterRegistry(engine.library, engine.adapter_reader(modules))
-        self._service = Service(self._loop, registry, engine.is_resident)
+        registry = AdapterRegistry(engine.library, engine.adapters.reader(modules))
+        self._service = Service(self._loop, registry, engine.adapters.resident)
         self._ids = itertools.count()
         self._finalizer = weakref.finalize(self, _dispose, self._service)
 

@@ -20,6 +20,8 @@ from manylora.engine.loop import EngineLoop, as_refusal
 from manylora.errors import (
     AdapterError,
     AdapterNotFiniteError,
+    DrainingError,
+    EngineDeadError,
     ManyloraError,
     RequestCancelledError,
     RequestError,
@@ -128,7 +130,6 @@ class LlmPooledGeneration(PooledGeneration):
 
 FETCHING = -1  # in place of a ticket: its adapter is being downloaded
 SHUT_DOWN = "this LLM has been shut down"
-ALIVE_S = 0.5  # interval of checks whether an answer can still come
 CLOSING_S = 10.0  # for callers that are just entering to be refused
 Sendable = LlmGeneration | LlmPooledGeneration
 
@@ -181,14 +182,13 @@ class Service:
 
     def pin(self, task_id: int) -> RequestError | None:
         """Pin an adapter that is in the cache. Returns the reason if that fails."""
-        answers: queue.SimpleQueue[RequestError | None] = queue.SimpleQueue()
-        self._loop.pin(task_id, answers.put)
-        while self._loop.alive:
-            try:
-                return answers.get(timeout=ALIVE_S)
-            except queue.Empty:
-                continue
-        return RequestError(SHUT_DOWN)
+        try:
+            self._loop.pin(task_id).result()
+        except (DrainingError, EngineDeadError):
+            return RequestError(SHUT_DOWN)
+        except RequestError as error:
+            return error
+        return None
 
     def publish(self, lora: LoraInput) -> AdapterVersion:
         """As `EngineLoop.publish`, but waits."""

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -21,12 +22,17 @@ from manylora.doors.http.api import errors
 from manylora.doors.http.api.errors import FORMAT, ApiError, as_api_error, invalid_value
 from manylora.doors.http.serving.fair_queue import FairQueue
 from manylora.doors.http.serving.metrics import History
-from manylora.errors import AdapterChangedError, AdapterNotCachedError, DrainingError, EngineDeadError
+from manylora.errors import (
+    AdapterChangedError,
+    AdapterNotCachedError,
+    DrainingError,
+    EngineDeadError,
+    ManyloraError,
+)
 from manylora.generation.generation import Generation
 from manylora.generation.pooled import PooledGeneration
 from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
 from manylora.stats import CacheMap, EngineStats
-from manylora.system.waits import engine_answer
 
 if TYPE_CHECKING:
     from manylora.engine.loop import EngineLoop
@@ -74,8 +80,8 @@ class EngineClient(Protocol):
     def reset_prefix_cache(self, digest: str | None) -> None:
         """Reuse no KV blocks from before, of this content or of all. Raises ApiError."""
 
-    def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
-        """Call `take` with the map, from any thread, or with None if the engine has none."""
+    def cache_map(self) -> Future[CacheMap] | None:
+        """None: the engine does not report pages. Raises ManyloraError, as its result may."""
 
     async def close(self) -> None: ...
 
@@ -229,10 +235,10 @@ class Backend:
     async def cache_map(self) -> CacheMap | None:
         """Which adapter is on which pages, by name. None if the engine does not say, or not in time."""
         try:
-            found = await engine_answer(self.engine.cache_map, MAP_TIMEOUT_S)
-        except TimeoutError:
-            return None
-        if found is None:
+            if (asked := self.engine.cache_map()) is None:
+                return None
+            found = await asyncio.wait_for(asyncio.wrap_future(asked), MAP_TIMEOUT_S)
+        except (asyncio.TimeoutError, ManyloraError):
             return None
         names: dict[str, list[str]] = defaultdict(list)
         for entry in self.catalog.entries():

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -36,7 +36,7 @@ from manylora.request import (
     SamplingConfig,
     Sink,
 )
-from manylora.stats import AdapterStats, CacheMap, EngineStats, Resident
+from manylora.stats import AdapterStats, EngineStats, Resident
 
 logger = logging.getLogger("manylora")
 
@@ -216,9 +216,8 @@ class TritonEngine:
         reason = "The prefix cache is Triton's, which cannot be told to reset it: load its model again"
         raise ApiError(501, "not_supported", reason)
 
-    def cache_map(self, take: Callable[[CacheMap | None], None]) -> None:
+    def cache_map(self) -> None:
         """Triton does not report pages."""
-        take(None)
 
     async def close(self) -> None:
         self._checking.cancel()

@@ -139,7 +139,7 @@ def run(case: Case, rank: int, world: int) -> dict[str, Any]:
         whole(file, offset, out)
 
     SafetensorsFile.read = count  # type: ignore[method-assign]
-    decoder = load_rank(Path(case.model), model, dtype, device, mapping, collectives, case.quant_config)
+    decoder = load_rank(Path(case.model), model, dtype, device, collectives, case.quant_config)
     SafetensorsFile.read = whole  # type: ignore[method-assign]
     slicer = AdapterSlicer(model, mapping)
     parts = [a and slicer.slice(a) for a in adapters_of(case, model)]

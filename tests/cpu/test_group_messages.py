@@ -47,13 +47,14 @@ def open_leader(link: Link, patch: pytest.MonkeyPatch) -> Leader:
     return Leader(EngineConfig(Path()), RankInfo(0, 2, 0, 2))
 
 
-def open_follower() -> Follower:
+def open_follower(patch: pytest.MonkeyPatch) -> Follower:
     """Without a model; each adapter is of no rows."""
     pool = SimpleNamespace(geometry=None, element_bytes=4, write_host=lambda *_: None)
     ops = SimpleNamespace(reserve=lambda *_: None)
     device = SimpleNamespace(ops=ops, torch=None, activate=lambda: None)
     slicer = SimpleNamespace(layout=lambda *_: None, slice=lambda adapter: adapter)
-    parts = SimpleNamespace(open_pool=lambda: pool, device=device, limits=None, slicer=slicer)
+    parts = SimpleNamespace(device=device, limits=None, slicer=slicer)
+    patch.setattr("manylora.engine.follower.open_pool", lambda _: pool)
     return Follower(parts)  # type: ignore[arg-type]
 
 
@@ -62,7 +63,7 @@ def test_pages_are_given_to_another_adapter_after_the_steps_that_read_them(
 ) -> None:
     """A rank may be behind: rank 0 does not wait for it after each step."""
     link, steps, adapters = channels
-    leader, follower = open_leader(link, monkeypatch), open_follower()
+    leader, follower = open_leader(link, monkeypatch), open_follower(monkeypatch)
     go, found = threading.Event(), []
 
     def read(message: Message) -> None:

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from manylora.checkpoints.quant.config import QuantConfig
-from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.engine import EngineConfig
 from manylora.doors.triton.launcher.processes import free_port
 from manylora.errors import ConfigError
 from manylora.ranks.rank_info import RankInfo, ends_with_launcher, find_rank, started_rank
-from manylora.ranks.rendezvous import check_identity, from_values, identity, to_values
+from manylora.ranks.rendezvous import check_identity, identity
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -90,12 +89,6 @@ def test_places_are_those_of_srun() -> None:
 def test_places_that_cannot_be_are_refused(environment: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         find_rank(4, environment)
-
-
-def test_a_configuration_crosses_whole() -> None:
-    lora = LoraCacheConfig(target_modules=("attn_q",), catalog_dir=Path("/a"), allowed_paths=(Path("/b"),))
-    config = EngineConfig(DEMO, quant=QuantConfig("W8A16"), lora=lora, tensor_parallel_size=2)
-    assert from_values(json.loads(json.dumps(to_values(config)))) == config
 
 
 def test_a_rank_with_something_else_is_named(tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ from pathlib import Path
 import torch
 from torch.distributed import Store
 
-from manylora.adapters.cache.pool import AdapterPool
 from manylora.adapters.cache.store import AdapterStore
-from manylora.adapters.cache.store_sizing import build_parts as store_parts
 from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.adapters.modules import lora_modules, targets_beside_quantised_experts
 from manylora.config.engine import EngineConfig
@@ -51,7 +49,7 @@ from manylora.ranks.channel import Message
 from manylora.ranks.collectives import Collectives
 from manylora.ranks.leader import Leader
 from manylora.ranks.mapping import Mapping
-from manylora.ranks.model import ModelPart, load_model_part
+from manylora.ranks.model import load_rank
 from manylora.ranks.rank_info import RankInfo
 from manylora.ranks.rendezvous import interface_of, join_collectives, leave_group
 from manylora.system.allocator import keep_memory
@@ -81,12 +79,6 @@ class RankParts:
     free_bytes: int  # device memory for adapters
     slicer: AdapterSlicer | None  # None: there is only one rank
 
-    def open_pool(self) -> AdapterPool:
-        """The adapter pages of a rank other than 0. Raises ConfigError."""
-        config, device = self.config.lora, self.device.torch
-        memory = self.pages_dtype, self.free_bytes
-        return store_parts(self.model, config, device, *memory, base=None, slicer=self.slicer).pool
-
 
 @dataclass(frozen=True)
 class EngineParts(RankParts):
@@ -104,15 +96,10 @@ class EngineParts(RankParts):
 def meet_group(config: EngineConfig, info: RankInfo, store: Store) -> Collectives:
     """Join the group of ranks. Raises ConfigError."""
     device = torch.device(device_of_rank(config.device, info.local_rank, info.local_size))
+    tp, pp, ep = config.tensor_parallel_size, config.pipeline_parallel_size, config.moe_expert_parallel_size
     with interface_of(info):
         join_collectives(info, store, "nccl" if device.type == "cuda" else "gloo")
-        return Collectives(mapping_of(config, info.rank), device)
-
-
-def mapping_of(config: EngineConfig, rank: int) -> Mapping:
-    """Raises ConfigError for inconsistent sizes."""
-    tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
-    return Mapping(tp * pp, rank, tp, pp, config.moe_expert_parallel_size)
+        return Collectives(Mapping(tp * pp, info.rank, tp, pp, ep), device)
 
 
 def build_rank(config: EngineConfig, info: RankInfo, comm: Collectives | None) -> RankParts:
@@ -127,17 +114,20 @@ def build_rank(config: EngineConfig, info: RankInfo, comm: Collectives | None) -
         if info.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:  # or threads of ranks share cores
             torch.set_num_threads(max(1, torch.get_num_threads() // info.local_size))
     before = device.free_bytes()
-    part = _load(config, device, info.rank, comm)
-    decoder, local, dtype = part.decoder, part.local, part.dtype
+    model = read_model_config(config.model_dir)
+    check_model(config, model)
+    dtype = compute_dtype(config.dtype, model, device)
+    decoder = _load(config, model, dtype, device, comm)
+    local, targets = model if comm is None else decoder.config, config.lora.target_modules
+    slicer = None if comm is None else AdapterSlicer(model, comm.mapping, targets, comm.least)
     kv_dtype = kv_cache_dtype(config, dtype, device)
     if decoder.has_quantised_experts:
-        quant, targets = part.model.quant, config.lora.target_modules
-        algo = weights_algo(config.model_dir, config.quant) if quant is None else quant.algo
-        targets = targets_beside_quantised_experts(targets, part.model, algo)
+        algo = weights_algo(config.model_dir, config.quant) if model.quant is None else model.quant.algo
+        targets = targets_beside_quantised_experts(targets, model, algo)
         config = replace(config, lora=replace(config.lora, target_modules=targets))
     if config.max_seq_len is None and (longest := longest_text(config.model_dir)) is not None:
-        config = replace(config, max_seq_len=min(longest, part.model.max_seq_len))
-    pages_dtype = adapter_dtype(config, part.model, dtype, device)
+        config = replace(config, max_seq_len=min(longest, model.max_seq_len))
+    pages_dtype = adapter_dtype(config, model, dtype, device)
     share = info.local_size if on_cpu else 1  # ranks that share the same memory
     free_bytes = usable_bytes(config, device, before) // share
     if isinstance(decoder, Decoder):
@@ -154,7 +144,7 @@ def build_rank(config: EngineConfig, info: RankInfo, comm: Collectives | None) -
     untouched = plan.num_bytes + memory.state_bytes if on_cpu else 0
     return RankParts(
         config=config,
-        model=part.model,
+        model=model,
         device=device,
         decoder=decoder,
         kv_plan=plan,
@@ -164,34 +154,37 @@ def build_rank(config: EngineConfig, info: RankInfo, comm: Collectives | None) -
         dtype=dtype,
         pages_dtype=pages_dtype,
         free_bytes=max(0, usable_bytes(config, device, before) // share - untouched),
-        slicer=part.slicer,
+        slicer=slicer,
     )
 
 
-def _load(config: EngineConfig, device: Device, rank: int, comm: Collectives | None) -> ModelPart:
+def _load(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: Device,
+    comm: Collectives | None = None,
+) -> Decoder | EncoderDecoder:
+    common, limit = (config.model_dir, model, dtype, device), config.max_seq_len
+    decoder: Decoder | EncoderDecoder
     if comm is not None:
-        part = load_model_part(config, mapping_of(config, rank), comm, device)
-        check_model(config, part.model)
-        part.decoder.dense = load_dense(config.model_dir, part.model.hidden_size, device.torch)
-        return part
-    model = read_model_config(config.model_dir)
-    check_model(config, model)
-    dtype = compute_dtype(config.dtype, model, device)
-    # Say that the weights may not fit, before the system ends the process without a word.
-    free, stored = device.free_bytes(), sum(path.stat().st_size for path in weight_files(config.model_dir))
-    if MOST_WIDENED * stored >= free:  # otherwise headers are not read, which takes a tenth of a start
-        needed = weight_bytes(config.model_dir, model, dtype, device)
-        if needed > free:
-            text = "the weights take about %d MiB, and %d MiB are free on %s: loading them may fail"
-            logger.warning(text, needed // 2**20, free // 2**20, device.name)
-    decoder = load_decoder(config.model_dir, model, dtype, device, config.max_seq_len, config.quant)
+        decoder = load_rank(*common, comm, config.quant, limit)
+    else:
+        # Say that the weights may not fit, before the system ends the process without a word.
+        free, stored = device.free_bytes(), sum(one.stat().st_size for one in weight_files(config.model_dir))
+        if MOST_WIDENED * stored >= free:  # otherwise headers are not read, which takes a tenth of a start
+            needed = weight_bytes(*common)
+            if needed > free:
+                text = "the weights take about %d MiB, and %d MiB are free on %s: loading them may fail"
+                logger.warning(text, needed // 2**20, free // 2**20, device.name)
+        decoder = load_decoder(*common, limit, config.quant)
     decoder.dense = load_dense(config.model_dir, model.hidden_size, device.torch)
-    return ModelPart(model, model, dtype, decoder)
+    return decoder
 
 
 def load_weights(parts: RankParts) -> Decoder | EncoderDecoder:
     """Of an engine with one rank, again. Raises ConfigError."""
-    return _load(parts.config, parts.device, 0, None).decoder
+    return _load(parts.config, parts.model, parts.dtype, parts.device)
 
 
 def build_parts(config: EngineConfig, info: RankInfo) -> EngineParts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -18,12 +19,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch.distributed import Store, TCPStore
 
-from manylora.adapters.cache.pool import LoadedAdapter, Mixes, lora_batch, with_virtual
+from manylora.adapters.cache.pool import AdapterPool, LoadedAdapter, Mixes, lora_batch, with_virtual
+from manylora.adapters.cache.store_sizing import build_parts
 from manylora.adapters.geometry import Layout
 from manylora.adapters.tensors import Adapter
 from manylora.config.engine import EngineConfig
@@ -35,7 +36,7 @@ from manylora.model.batch import copy_blocks
 from manylora.model.decoder import Decoder
 from manylora.ranks.channel import Channel, ChannelClosedError, Message
 from manylora.ranks.rank_info import RANK_0_GONE, RankInfo
-from manylora.ranks.rendezvous import LOOPBACK, REFUSED, from_values, group_store, identity, join
+from manylora.ranks.rendezvous import LOOPBACK, REFUSED, group_store, identity, join
 
 logger = logging.getLogger("manylora")
 
@@ -58,7 +59,7 @@ class Follower:
     """Executes messages until the channel ends or `end` arrives."""
 
     def __init__(self, parts: RankParts) -> None:
-        self._parts, self._pool = parts, parts.open_pool()
+        self._parts, self._pool = parts, open_pool(parts)
         self._held: dict[str, _Held] = {}
         self._mixes = Mixes()
         self._kept: dict[str, tuple[Adapter, Layout]] = {}  # adapters without pages, for waiting requests
@@ -92,16 +93,14 @@ class Follower:
             while True:
                 message, error = channel.receive(), None
                 with self._progress:
-                    self._progress.wait_for(partial(self._has_done, message.values["after"]))
+                    while self._num_done < message.values["after"]:
+                        self._progress.wait()
                 try:
                     self._do[message.what](message)
                 except Exception as raised:
                     logger.exception("an adapter could not be written into the cache")
                     error = type(raised).__name__
                 channel.send(Message("done", {"error": error}))
-
-    def _has_done(self, count: int) -> bool:
-        return self._num_done >= count
 
     def _write(self, message: Message) -> None:
         slicer, pages = self._parts.slicer, message.values["pages"]
@@ -168,6 +167,12 @@ class Follower:
         return held.loaded
 
 
+def open_pool(parts: RankParts) -> AdapterPool:
+    """The adapter pages of a rank other than 0. Raises ConfigError."""
+    sizes = parts.device.torch, parts.pages_dtype, parts.free_bytes
+    return build_parts(parts.model, parts.config.lora, *sizes, base=None, slicer=parts.slicer).pool
+
+
 def follow(
     config: EngineConfig,
     info: RankInfo,
@@ -221,7 +226,7 @@ def main(arguments: Sequence[str]) -> None:
     store = group_store(TCPStore(LOOPBACK, values["port"], is_master=False))
     try:
         info = RankInfo(rank, size, rank, size)
-        follow(from_values(values["config"]), info, joined=(steps, adapters, store))
+        follow(pickle.loads(bytes.fromhex(values["config"])), info, joined=(steps, adapters, store))
     except Exception as error:
         logger.debug("this rank ends", exc_info=error)
         os._exit(1)

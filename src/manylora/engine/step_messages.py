@@ -1,10 +1,11 @@
-"""What rank 0 tells the other ranks of a group to do, as messages. Arrays cross as their bytes."""
+"""What rank 0 tells the other ranks of a group to do, as messages."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,37 +29,29 @@ WRITE, KEEP, RESTORE, DROP = "write", "keep", "restore", "drop"  # beside the st
 def step_message(what: str, inputs: StepInputs) -> Message:
     """what: FORWARD or ENCODE."""
     inputs = inputs.known()
-    arrays = {name: np.asarray(getattr(inputs, name), np.int64) for name in INTS}
-    arrays["blocks"] = block_table(inputs.blocks).numpy()
-    for name in SOMETIMES:
-        if getattr(inputs, name) is not None:
-            arrays[name] = np.asarray(getattr(inputs, name), np.int64)
-    if inputs.state is not None:
-        state = inputs.state
-        arrays["state"] = np.asarray((state.reads, state.writes, state.cuts, state.saves), np.int64)
+    names = [*INTS, *(name for name in SOMETIMES if getattr(inputs, name) is not None)]
+    values: dict[str, Any] = {name: np.asarray(getattr(inputs, name), np.int64) for name in names}
+    values |= {"blocks": block_table(inputs.blocks).numpy(), "adapters": inputs.adapters}
+    values["virtual"] = inputs.virtual
+    if (state := inputs.state) is not None:
+        values["state"] = np.asarray((state.reads, state.writes, state.cuts, state.saves), np.int64)
     if len(inputs.cross_blocks):
-        arrays["cross_blocks"] = block_table(inputs.cross_blocks).numpy()
-        arrays["cross_lengths"] = np.asarray(inputs.cross_lengths, np.int64)
+        values["cross_blocks"] = block_table(inputs.cross_blocks).numpy()
+        values["cross_lengths"] = np.asarray(inputs.cross_lengths, np.int64)
     if inputs.embeddings is not None:
         rows, vectors = inputs.embeddings
-        arrays["rows"], arrays["vectors"] = rows.cpu().numpy(), vectors.float().cpu().numpy()
-    values = {"names": list(arrays), "adapters": list(inputs.adapters)}
-    values["virtual"] = list(inputs.virtual)
-    return Message(what, values, list(arrays.values()))
+        values["embeddings"] = rows.cpu().numpy(), vectors.float().cpu().numpy()
+    return Message(what, values)
 
 
 def step_inputs(message: Message) -> StepInputs:
     """What `step_message` was made of, without the LoRA table. Embeddings are on the host, in float32."""
-    arrays = dict(zip(message.values["names"], message.arrays, strict=True))
-    found = {name: arrays[name].tolist() if name in LISTS else arrays[name] for name in arrays}
-    rows, vectors = found.pop("rows", None), found.pop("vectors", None)
-    if rows is not None:
-        found["embeddings"] = torch.from_numpy(rows), torch.from_numpy(vectors)
+    found = {name: value.tolist() if name in LISTS else value for name, value in message.values.items()}
+    if "embeddings" in found:
+        found["embeddings"] = tuple(map(torch.from_numpy, found["embeddings"]))
     if "state" in found:
         found["state"] = StateRows(*found["state"].tolist())
-    adapters = [(start, stop, members) for start, stop, members in message.values["adapters"]]
-    virtual = [(row, number) for row, number in message.values["virtual"]]
-    return StepInputs(**found, adapters=adapters, virtual=virtual)
+    return StepInputs(**found)
 
 
 def write_message(adapter: Adapter, pages: Sequence[int]) -> Message:
@@ -66,22 +59,19 @@ def write_message(adapter: Adapter, pages: Sequence[int]) -> Message:
     rows = []
     for row in adapter.rows:
         numbers = int(row.format.rank), bool(row.format.dora), int(row.format.encoding)
-        rows.append((row.module_id, row.layer, *numbers, float(row.format.scale)))
-    extras = [(extra.name, extra.token_ids) for extra in adapter.extras]
-    arrays = [*(row.payload for row in adapter.rows), *(extra.values for extra in adapter.extras)]
-    values = {"digest": adapter.digest, "pages": list(pages), "rows": rows, "extras": extras}
-    return Message(WRITE, values, arrays)
+        rows.append((row.module_id, row.layer, *numbers, float(row.format.scale), row.payload))
+    extras = [(extra.name, extra.values, extra.token_ids) for extra in adapter.extras]
+    return Message(WRITE, {"digest": adapter.digest, "pages": list(pages), "rows": rows, "extras": extras})
 
 
 def written_adapter(message: Message) -> Adapter:
     """The adapter of a `write_message`."""
-    values, arrays = message.values, iter(message.arrays)
     rows = tuple(
-        AdapterRow(module_id, layer, RowFormat(rank, dora, Encoding(encoding), scale), next(arrays))
-        for module_id, layer, rank, dora, encoding, scale in values["rows"]
+        AdapterRow(module_id, layer, RowFormat(rank, dora, Encoding(encoding), scale), payload)
+        for module_id, layer, rank, dora, encoding, scale, payload in message.values["rows"]
     )
-    extras = tuple(LoraExtra(name, next(arrays), tuple(ids)) for name, ids in values["extras"])
-    return Adapter(values["digest"], rows, extras)
+    extras = tuple(LoraExtra(name, found, tuple(ids)) for name, found, ids in message.values["extras"])
+    return Adapter(message.values["digest"], rows, extras)
 
 
 class Others:

@@ -1,4 +1,4 @@
-"""Channel: messages over a socket, each with a name, plain values and arrays, sent as their bytes."""
+"""Channel: messages over a socket, each with a name and values; arrays among these as their bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 
 HEAD = struct.Struct("<Q")
 MAX_HEADER = 2**26  # bytes
+ARRAY = "ndarray"  # key of an array's dtype and shape in a header; its bytes follow
 
 
 class ChannelClosedError(ConnectionError):
@@ -24,11 +24,10 @@ class ChannelClosedError(ConnectionError):
 
 @dataclass(frozen=True)
 class Message:
-    """what: its name. values: JSON-serialisable."""
+    """what: its name. values: JSON-serialisable, but for arrays."""
 
     what: str
     values: dict[str, Any] = field(default_factory=dict)
-    arrays: Sequence[np.ndarray] = ()
 
 
 class Channel:
@@ -42,9 +41,13 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        arrays = [np.ascontiguousarray(array) for array in message.arrays]
-        shapes = [(array.dtype.str, array.shape) for array in arrays]
-        header = json.dumps([message.what, message.values, shapes], separators=(",", ":")).encode()
+        arrays: list[np.ndarray] = []
+
+        def put(array: np.ndarray) -> dict[str, Any]:
+            arrays.append(np.ascontiguousarray(array))
+            return {ARRAY: (array.dtype.str, array.shape)}
+
+        header = json.dumps([message.what, message.values], separators=(",", ":"), default=put).encode()
         parts = [HEAD.pack(len(header)) + header]
         parts += [array.reshape(-1).view(np.uint8).data for array in arrays if array.size]  # type: ignore[misc]
         try:
@@ -59,8 +62,20 @@ class Channel:
         (size,) = HEAD.unpack(self._take(HEAD.size))
         if size > MAX_HEADER:
             raise ChannelClosedError(f"a header of {size} bytes")
-        what, values, shapes = json.loads(bytes(self._take(size)))
-        return Message(what, values, [self._array(np.dtype(kind), shape) for kind, shape in shapes])
+        arrays: list[np.ndarray] = []
+
+        def make(found: dict[str, Any]) -> Any:
+            if ARRAY not in found:
+                return found
+            kind, shape = found[ARRAY]
+            arrays.append(np.empty(shape, kind))
+            return arrays[-1]
+
+        message = Message(*json.loads(bytes(self._take(size)), object_hook=make))
+        for array in arrays:  # in the order of the header, as they were sent
+            if array.size:
+                self._fill(memoryview(array.reshape(-1).view(np.uint8).data))
+        return message
 
     def set_timeout(self, seconds: float | None) -> None:
         self._socket.settimeout(seconds)
@@ -79,12 +94,6 @@ class Channel:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-    def _array(self, kind: np.dtype, shape: list[int]) -> np.ndarray:
-        made = np.empty(shape, kind)
-        if made.size:
-            self._fill(memoryview(made.reshape(-1).view(np.uint8).data))
-        return made
 
     def _take(self, size: int) -> bytearray:
         made = bytearray(size)

@@ -13,7 +13,7 @@ class Collectives:
     """Uses torch's process group. All ranks of a stage call the same operations in the same order."""
 
     def __init__(self, mapping: Mapping, device: torch.device) -> None:
-        self._mapping, self._device = mapping, device
+        self.mapping, self._device = mapping, device
         self._size = mapping.tp_size
         stages = [mapping.at(stage * mapping.tp_size).tp_group for stage in range(mapping.pp_size)]
         groups = [dist.new_group(ranks) for ranks in stages]
@@ -36,22 +36,22 @@ class Collectives:
         if self._size == 1:
             return [x]
         x = x.contiguous()
-        leads = self._mapping.tp_rank == 0
+        leads = self.mapping.tp_rank == 0
         parts = [torch.empty_like(x) for _ in range(self._size)] if leads else None
         dist.gather(x, parts, self._leader, self._group)
         return parts
 
     def send_hidden(self, x: Tensor) -> None:
-        dist.send(x.contiguous(), self._mapping.rank + self._size)
+        dist.send(x.contiguous(), self.mapping.rank + self._size)
 
     def receive_hidden(self, x: Tensor) -> Tensor:
         """Receive into x from the rank with the same part in the previous stage. Returns x."""
-        dist.recv(x, self._mapping.rank - self._size)
+        dist.recv(x, self.mapping.rank - self._size)
         return x
 
     def from_last(self, x: Tensor) -> Tensor:
         """x of the rank with the same part in the last stage, received into x on other ranks. Returns x."""
-        mapping = self._mapping
+        mapping = self.mapping
         last = mapping.world_size - self._size + mapping.tp_rank
         if not mapping.is_last_stage:
             dist.recv(x, last)
@@ -67,7 +67,7 @@ class Collectives:
 
     def receive_back(self, x: Tensor) -> Tensor:
         """Receive into x, on rank 0. Returns x."""
-        mapping = self._mapping
+        mapping = self.mapping
         dist.recv(x, (mapping.pp_size - 1) * mapping.tp_size)
         return x
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import secrets
 import select
 import signal
@@ -242,8 +243,10 @@ class Leader:
         info, expected = self.info, rendezvous.identity(config)
         deadline = time.monotonic() + rendezvous.START_S
         for link in self._watch.links:
-            values = {"rank": link.rank, "size": info.size, "port": port}
-            self._tell_one(link, Message("start", values | {"config": rendezvous.to_values(config)}))
+            values: dict[str, Any] = {"rank": link.rank, "size": info.size, "port": port}
+            if link.process is not None:  # others have their configuration, and unpickle nothing
+                values["config"] = pickle.dumps(config).hex()
+            self._tell_one(link, Message("start", values))
         for link in self._watch.links:
             found = self._watch.wait_hello(link.rank, deadline)
             if found is None:

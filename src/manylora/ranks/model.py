@@ -1,5 +1,5 @@
 """A model with one rank's weights, with communication added around its layers: SharedLayers, what every kind
-of model does differently if ranks share its layers, RankDecoder, RankEncoderDecoder, and load_model_part.
+of model does differently if ranks share its layers, RankDecoder, RankEncoderDecoder, and load_rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.blocks import LayerInputsConfig, Mamba2Config
-from manylora.config.engine import EngineConfig
 from manylora.config.model import ModelConfig, MoeConfig
 from manylora.kernels.device import Device
 from manylora.kernels.experts import HostPairs
@@ -23,17 +22,16 @@ from manylora.kernels.panels import Panels, look_up
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch, LoraTarget
 from manylora.model.batch import ForwardBatch, HiddenRows, KvTensors
-from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder, ids_of
 from manylora.model.encoder_decoder import EncoderDecoder, Stack
 from manylora.model.layers import Attends, Attention, FeedForward, LayerInputs, LoraLinear, Mlp, Norm
 from manylora.model.moe import ExpertsBesideMlp, Moe, Router, in_pairs
 from manylora.model.recurrent import LayerState, Mamba2
 from manylora.model.transformer import Transformer
-from manylora.model.weights import compute_dtype, load_weights, tied_head
-from manylora.ranks.adapters import AdapterSlicer, kv_for_next, kv_from_before
+from manylora.model.weights import load_weights, tied_head
+from manylora.ranks.adapters import kv_for_next, kv_from_before
 from manylora.ranks.collectives import Collectives
-from manylora.ranks.mapping import Mapping, rank_config
+from manylora.ranks.mapping import rank_config
 from manylora.ranks.weights import rank_plan
 
 T = TypeVar("T")
@@ -118,12 +116,11 @@ class SharedLayers(Transformer):
         weights: dict[str, Any],
         dtype: torch.dtype,
         ops: ReferenceOps,
-        mapping: Mapping,
         collectives: Collectives,
         *more: Any,
     ) -> None:
-        self._model, self._mapping, self._collectives = model, mapping, collectives
-        self._tokens = mapping.vocabulary(model.vocab_size)
+        self._model, self._mapping, self._collectives = model, collectives.mapping, collectives
+        self._tokens = self._mapping.vocabulary(model.vocab_size)
         super().__init__(config, weights, dtype, ops, *more)
 
     def _linear(self, layer: int, name: str, *targets: LoraTarget) -> LoraLinear:
@@ -276,13 +273,13 @@ class RankDecoder(SharedLayers, Decoder):
         weights: dict[str, Any],
         dtype: torch.dtype,
         ops: ReferenceOps,
-        mapping: Mapping,
         collectives: Collectives,
     ) -> None:
         self._quantised_experts = False
-        super().__init__(config, model, weights, dtype, ops, mapping, collectives)
+        super().__init__(config, model, weights, dtype, ops, collectives)
         self._decode_step = None  # because it is one call from the first layer to the last
-        self._kv_received, self._kv_sent = kv_from_before(model, mapping), kv_for_next(model, mapping)
+        self._kv_received = kv_from_before(model, self._mapping)
+        self._kv_sent = kv_for_next(model, self._mapping)
         self._passed_on: dict[int, Tensor] = {}  # keys and values by layer, within a step
         if model.moe is not None:  # on any stage, because they decide what adapters may have
             self._quantised_experts = not collectives.least(not super().has_quantised_experts)
@@ -433,40 +430,17 @@ class RankEncoderDecoder(SharedLayers, EncoderDecoder):
         return self._answer(batch)
 
 
-@dataclass(frozen=True)
-class ModelPart:
-    """local: this rank's part of the model. decoder: returns logits on rank 0, and no rows elsewhere."""
-
-    model: ModelConfig
-    local: ModelConfig
-    dtype: torch.dtype
-    decoder: Decoder | EncoderDecoder
-    slicer: AdapterSlicer | None = None
-
-
-def load_model_part(
-    config: EngineConfig, mapping: Mapping, collectives: Collectives, device: Device
-) -> ModelPart:
-    """Read this rank's weights. Raises ConfigError."""
-    model = read_model_config(config.model_dir)
-    dtype = compute_dtype(config.dtype, model, device)
-    sizes = config.quant, config.max_seq_len
-    decoder = load_rank(config.model_dir, model, dtype, device, mapping, collectives, *sizes)
-    slicer = AdapterSlicer(model, mapping, config.lora.target_modules, collectives.least)
-    return ModelPart(model, decoder.config, dtype, decoder, slicer)
-
-
 def load_rank(
     model_dir: Path,
     model: ModelConfig,
     dtype: torch.dtype,
     device: Device,
-    mapping: Mapping,
     collectives: Collectives,
     quant: QuantConfig | None = None,
     max_seq_len: int | None = None,
 ) -> RankDecoder | RankEncoderDecoder:
     """As `load_decoder`, for one rank."""
+    mapping = collectives.mapping
     local = rank_config(model, mapping)
     found, weights = load_weights(
         model_dir, model, dtype, device, quant, lambda plan: rank_plan(plan, model, mapping)
@@ -492,5 +466,5 @@ def load_rank(
         for expert in range(moe.num_experts if moe is not None else 0):
             nothing = torch.zeros(local.hidden_size, dtype=dtype, device=device.torch)
             weights.setdefault(f"{layer}.expert.{expert}.down.bias", nothing)
-    common = local, model, weights, dtype, device.ops, mapping, collectives
+    common = local, model, weights, dtype, device.ops, collectives
     return RankDecoder(*common) if model.encoder is None else RankEncoderDecoder(*common, max_seq_len)

@@ -8,7 +8,6 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from running import let_arrive
 from tiny_models import make_adapter, make_model, reference_generate
@@ -16,9 +15,7 @@ from tiny_models import make_adapter, make_model, reference_generate
 from manylora.adapters.convert import convert_peft
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.errors import (
-    AdapterNotCachedError,
-)
+from manylora.errors import AdapterNotCachedError
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingConfig
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -177,38 +174,3 @@ def test_a_stream_has_the_wanted_number_of_tokens_in_each_event(world: World) ->
     assert [event.generation_logits.shape[0] for event in events[second]] == [1] * NEW  # type: ignore[union-attr]
     assert [len(event.token_ids) for event in events[third]] == [NEW]
     assert tokens(events[first]) == tokens(events[second]) == tokens(events[third]) == wanted
-
-
-def test_32_adapters_over_a_device_cache_of_4(world: World) -> None:
-    """200 requests at once: each answered as when alone, everything given back."""
-    picks = np.random.default_rng(0)
-    hidden, rank = 64, 8
-    config = np.array([[[1, layer, rank, 0] for layer in (0, 1)]], np.int32)
-    adapters = {
-        task_id: LoraInput(
-            task_id, picks.normal(0, 0.2, (1, 2, rank * 2 * hidden)).astype(np.float32), config
-        )
-        for task_id in range(100, 132)
-    }
-    made = engine(
-        world, lora={"gpu_memory_bytes": None, "num_device_module_layer": 320, "max_adapter_size": 8}
-    )
-    capacity = made.stats().adapters.device_pages
-    assert capacity == 4
-    prompt_of = prompts(200, seed=9)
-    cases = [(100 + i % 32 if i % 5 else None, prompt_of[i]) for i in range(200)]
-    alone = {}
-    for i, (task_id, prompt) in enumerate(cases):
-        lora = adapters[task_id] if task_id else None
-        handle = submit(made, Request(prompt, SamplingConfig(max_tokens=6), lora=lora))
-        alone[i] = tokens(run(made)[handle])
-    together = {}
-    for i, (task_id, prompt) in enumerate(cases):
-        lora = LoraInput(task_id) if task_id else None
-        together[submit(made, Request(prompt, SamplingConfig(max_tokens=6), lora=lora, streaming=True))] = i
-    events = run(made)
-    assert all(tokens(events[handle]) == alone[i] for handle, i in together.items())
-    stats = made.stats()
-    assert stats.adapters.device_evictions > 32
-    assert stats.adapters.host_pinned == stats.adapters.device_pinned == 0
-    assert stats.kv_blocks_free == stats.kv_blocks

@@ -24,6 +24,7 @@ from manylora.engine.step_messages import Others
 from manylora.errors import EngineDeadError
 from manylora.model.checkpoint import read_model_config
 from manylora.request import Event, Guide, LoraInput, Request, SamplingConfig, mix
+from manylora.stats import EngineStats
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -154,15 +155,30 @@ def test_answers_are_those_of_one_process(
 ) -> None:
     kept, keep = [], Others.keep
     monkeypatch.setattr(Others, "keep", lambda *given: (kept.append(given), keep(*given)))
-    assert_same(run(engine, *world.requests), world.answers[0])
-    assert_same(run(engine, *world.requests[-6:]), world.answers[1])
-    stats = engine.stats()
+    stats = check(world, engine)
     assert stats.adapters.device_evictions
     if engine.config.tensor_parallel_size > 1:  # half of the layers leave room for all on the host
         assert stats.adapters.host_evictions
         assert kept, "no adapter that was waited for had to leave the host"
+
+
+def check(world: World, engine: Engine) -> EngineStats:
+    assert_same(run(engine, *world.requests), world.answers[0])
+    assert_same(run(engine, *world.requests[-6:]), world.answers[1])
+    stats = engine.stats()
     assert stats.kv_tokens_reused
     assert stats.max_adapters_in_step > 1
+    return stats
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_ranks_share_a_mixture_of_experts(tmp_path: Path) -> None:
+    sparse = World(tmp_path, "mixtral", ("q_proj", "k_proj", "v_proj", "o_proj"))
+    engine = sparse.engine(**TENSOR, **PIPELINE, moe_expert_parallel_size=2, enable_overlap=True)
+    try:
+        check(sparse, engine)
+    finally:
+        engine.close()
 
 
 @pytest.mark.usefixtures("slow_steps")

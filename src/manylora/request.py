@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from hashlib import blake2b
 from math import isfinite
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,28 @@ GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "lark_grammar", "
 COUNTS = (
     "max_tokens", "end_id", "top_k", "top_p_reset_id", "prompt_ignore_length", "min_tokens",
     "num_return_sequences", "beam_width",
+)  # fmt: skip
+# A parameter, its name in errors, and what it must be unless it is None.
+RULES: tuple[tuple[str, str, str, Callable[[Any], bool]], ...] = (
+    ("max_tokens", "request_output_len (max_tokens)", "must be > 0", lambda n: n > 0),
+    ("temperature", "temperature", f"must be >= 0{FINITE}", lambda x: 0 <= x <= MOST_FLOAT),
+    ("top_k", "top_k", "must be >= 0", lambda n: n >= 0),
+    ("top_p", "top_p", "must be in (0, 1]", lambda x: 0 <= x <= 1),
+    ("seed", "random_seed", "must be an unsigned 64-bit integer", lambda n: 0 <= n < 2**64),
+    ("repetition_penalty", "repetition_penalty", f"must be > 0{FINITE}", lambda x: 0 < x <= MOST_FLOAT),
+    ("presence_penalty", "presence_penalty", "must be finite in float32", lambda x: abs(x) <= MOST_FLOAT),
+    ("frequency_penalty", "frequency_penalty", "must be finite in float32", lambda x: abs(x) <= MOST_FLOAT),
+    ("prompt_ignore_length", "prompt_ignore_length", "must be >= 0", lambda n: n >= 0),
+    ("min_tokens", "min_length (min_tokens)", "must be >= 0", lambda n: n >= 0),
+    ("num_return_sequences", "num_return_sequences", "must be > 0", lambda n: n > 0),
+    ("min_p", "min_p", "must be in [0, 1]", lambda x: 0 <= x <= 1),
+    ("top_p_min", "runtime_top_p_min", "must be in (0, 1]", lambda x: 0 < x <= 1),
+    ("top_p_decay", "runtime_top_p_decay", "must be in (0, 1]", lambda x: 0 < x <= 1),
+    ("beam_width", "beam_width", "must be > 0", lambda n: n > 0),
+    ("length_penalty", "length_penalty", f"must be from {-MOST_LENGTH_PENALTY:g} to {MOST_LENGTH_PENALTY:g}",
+     lambda x: abs(x) <= MOST_LENGTH_PENALTY),
+    ("beam_search_diversity_rate", "beam_search_diversity_rate", f"must be >= 0{FINITE}",
+     lambda x: 0 <= x <= MOST_FLOAT),
 )  # fmt: skip
 
 
@@ -93,8 +116,15 @@ class SamplingConfig:
     return_generation_logits: bool = False
 
     def __post_init__(self) -> None:
-        for ok, name, rule, value in self._rules():
-            require(ok, name, rule, value)
+        for field_name, name, rule, check in RULES:
+            value = getattr(self, field_name)
+            require(value is None or check(value), name, rule, value)
+        for name in COUNTS:
+            count = getattr(self, name)
+            require(count is None or count <= MOST, name, f"must be at most {MOST}", count)
+        sequences, width = self.num_return_sequences, self.beam_width
+        fit = width == 1 or sequences <= width
+        require(fit, "num_return_sequences", f"must be <= beam_width ({width})", sequences)
         if self.beam_width > 1 and self.guide is not None:
             raise RequestError("Guided decoding does not support with beam search.")
         if self.beam_width > 1 and self.return_generation_logits:
@@ -109,37 +139,6 @@ class SamplingConfig:
             rule = f"must have at most {MAX_WORD_TOKENS} tokens, all together"
             require(size <= MAX_WORD_TOKENS, name, rule, size)
             require(all(words), name, "must not hold an empty word", words)
-
-    def _rules(self) -> Iterator[tuple[bool, str, str, object]]:
-        """For each parameter: whether it is valid, its name, what it must be, and its value."""
-        yield self.max_tokens > 0, "request_output_len (max_tokens)", "must be > 0", self.max_tokens
-        heat, repetition = self.temperature, self.repetition_penalty
-        yield 0 <= heat <= MOST_FLOAT, "temperature", f"must be >= 0{FINITE}", heat
-        yield self.top_k is None or self.top_k >= 0, "top_k", "must be >= 0", self.top_k
-        yield self.top_p is None or 0 <= self.top_p <= 1, "top_p", "must be in (0, 1]", self.top_p
-        known = self.seed is None or 0 <= self.seed < 2**64
-        yield known, "random_seed", "must be an unsigned 64-bit integer", self.seed
-        yield 0 < repetition <= MOST_FLOAT, "repetition_penalty", f"must be > 0{FINITE}", repetition
-        for name in ("presence_penalty", "frequency_penalty"):
-            amount: float = getattr(self, name)
-            yield abs(amount) <= MOST_FLOAT, name, "must be finite in float32", amount
-        ignored, sequences, width = self.prompt_ignore_length, self.num_return_sequences, self.beam_width
-        yield ignored >= 0, "prompt_ignore_length", "must be >= 0", ignored
-        yield self.min_tokens >= 0, "min_length (min_tokens)", "must be >= 0", self.min_tokens
-        yield sequences > 0, "num_return_sequences", "must be > 0", sequences
-        yield 0 <= self.min_p <= 1, "min_p", "must be in [0, 1]", self.min_p
-        yield 0 < self.top_p_min <= 1, "runtime_top_p_min", "must be in (0, 1]", self.top_p_min
-        yield 0 < self.top_p_decay <= 1, "runtime_top_p_decay", "must be in (0, 1]", self.top_p_decay
-        yield width > 0, "beam_width", "must be > 0", width
-        penalty, most = self.length_penalty, MOST_LENGTH_PENALTY
-        yield -most <= penalty <= most, "length_penalty", f"must be from {-most:g} to {most:g}", penalty
-        rate = self.beam_search_diversity_rate
-        yield 0 <= rate <= MOST_FLOAT, "beam_search_diversity_rate", f"must be >= 0{FINITE}", rate
-        for name in COUNTS:
-            count = getattr(self, name)
-            yield count is None or count <= MOST, name, f"must be at most {MOST}", count
-        fit = width == 1 or sequences <= width
-        yield fit, "num_return_sequences", f"must be <= beam_width ({width})", sequences
 
     @property
     def greedy(self) -> bool:

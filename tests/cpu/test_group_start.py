@@ -1,4 +1,4 @@
-"""Protects how ranks find each other: what torchrun, mpirun and srun say, and that a rank which does not
+"""Protects how ranks find each other: what torchrun and mpirun say, and that a rank which does not
 belong to the others is named."""
 
 from __future__ import annotations
@@ -25,14 +25,6 @@ MPIRUN = {
     f"OMPI_COMM_WORLD_{name}": value
     for name, value in {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items()
 }
-SRUN = {
-    f"SLURM_{name}": value
-    for name, value in {
-        "PROCID": "5", "STEP_NUM_TASKS": "7", "LOCALID": "1", "NODEID": "2", "STEP_TASKS_PER_NODE": "2(x3),1",
-        "NTASKS": "9", "JOB_ID": "7",
-    }.items()
-}  # fmt: skip
-BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 SCRIPT = """
 import sys
 from manylora import LLM, SamplingParams
@@ -55,28 +47,9 @@ def test_places_are_those_of_launchers() -> None:
     assert ends_with_launcher(MPIRUN) and not ends_with_launcher(TORCHRUN), "set by hand, nobody waits"
 
 
-def test_places_are_those_of_srun() -> None:
-    host = {"MASTER_ADDR": "host0"}
-    assert find_rank(7, SRUN | host) == RankInfo(5, 7, 1, 2, "host0", 29500)
-    last = SRUN | {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
-    assert find_rank(7, last | host) == RankInfo(6, 7, 0, 1, "host0", 29500)
-    alone = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
-    assert find_rank(2, alone).address == "127.0.0.1"
-    assert find_rank(2, BATCH) == RankInfo.alone(2), "a job's script is one process"
-    assert find_rank(4, SRUN | TORCHRUN | host) == RankInfo(3, 4, 1, 2, "host0", 29500)
-    assert find_rank(4, SRUN | MPIRUN | host) == RankInfo(3, 4, 1, 2, "host0", 29500)
-    assert ends_with_launcher(SRUN) and not ends_with_launcher(BATCH | {"SLURM_STEP_NUM_TASKS": "1"})
-
-
 @pytest.mark.parametrize(
     ("environment", "text"),
     [
-        (SRUN, "srun has started 7 processes, and the model is to run on 4 ranks"),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "4"}, "ranks on several hosts need MASTER_ADDR"),
-        (
-            SRUN | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2"},
-            "SLURM_STEP_TASKS_PER_NODE must have the number of ranks of host 2, got '2'",
-        ),
         (TORCHRUN | {"MASTER_ADDR": "a", "WORLD_SIZE": "8"}, "torchrun has started 8 processes"),
         (MPIRUN, "ranks on several hosts need MASTER_ADDR"),
         (TORCHRUN | {"RANK": "x"}, "RANK must be a whole number, got 'x'"),

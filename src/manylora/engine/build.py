@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -235,9 +235,8 @@ def _rank_0(rank: RankParts, leader: Leader | None) -> EngineParts:
     overlaps = device.overlaps and leader is None
     overlap = overlaps if config.enable_overlap is None else config.enable_overlap
     overlap = overlap and model.encoder is None  # an encoder runs between the steps
-    parts = {field.name: getattr(rank, field.name) for field in fields(rank)}
     return EngineParts(
-        **parts,
+        **vars(rank),
         base=base,
         adapters=adapters,
         runner=runner,

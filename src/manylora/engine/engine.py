@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.build import EngineParts, build_parts, end_ranks
@@ -18,7 +19,7 @@ from manylora.engine.requests import LogitsMemory, Prepared, SequenceMaker
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
 from manylora.engine.sleeping import TAGS, Sleep
-from manylora.engine.step import Counters, FailedStep, LaunchedStep, ResultProcessor, take_event
+from manylora.engine.step import FailedStep, LaunchedStep, ResultProcessor, take_event
 from manylora.engine.swaps import VersionSwaps
 from manylora.errors import QueueFullError, RequestError
 from manylora.ranks.rank_info import find_rank
@@ -78,8 +79,8 @@ class Engine:
         self._swaps = VersionSwaps(self.adapters, self._scheduler, self._kv)
         self._requests: dict[int, list[Sequence]] = {}  # handle -> its open sequences
         self._logits_memory, self._next_handle = LogitsMemory(self.model), 0
-        self._counters = Counters()
-        self._results = ResultProcessor(self._scheduler, self._kv, self._counters, config.stream_interval)
+        self._counts: Counter[str] = Counter()  # by their names in `EngineStats`
+        self._results = ResultProcessor(self._scheduler, self._kv, self._counts, config.stream_interval)
         self._last_step = Step(())
         self._processed: Step | None = None  # by the last call of `step`
         self._in_flight: LaunchedStep | None = None  # its results are not processed yet
@@ -145,7 +146,7 @@ class Engine:
         sequences = list(self._requests.get(handle, ()))
         for sequence in sequences:
             sequence.finish_reason = FinishReason.CANCELLED
-        self._counters.requests_cancelled += bool(sequences)
+        self._counts["requests_cancelled"] += bool(sequences)
         return self._retire(sequences)
 
     def step(self) -> Events:
@@ -157,7 +158,7 @@ class Engine:
         before it is scheduled.
         """
         started, self._processed = time.perf_counter(), None
-        accepted = self._counters.accepted_draft_tokens
+        accepted = self._counts["accepted_draft_tokens"]
         events: Events = []
         previous, self._in_flight = self._in_flight, None
         # Leases change only while no step uses them.
@@ -178,7 +179,7 @@ class Engine:
         if self._processed is not None and not self._processed.num_context_tokens:
             rows = (chunk.count for chunk in self._processed.chunks)
             self._scheduler.speculation.record_step(
-                rows, time.perf_counter() - started, self._counters.accepted_draft_tokens - accepted
+                rows, time.perf_counter() - started, self._counts["accepted_draft_tokens"] - accepted
             )
         return events
 
@@ -296,7 +297,7 @@ class Engine:
             adapters=replace(self.adapters.stats(), sequence_swaps=self._swaps.num_swaps),
             graphs=parts.runner.graph_stats(),
             kv_store=None if parts.store is None else parts.store.stats(),
-            **vars(self._counters),
+            **dict[str, Any](self._counts),
         )
 
     def open_sequences(self) -> list[Sequence]:
@@ -385,8 +386,8 @@ class Engine:
             if not others:
                 del self._requests[sequence.handle]
                 self._logits_memory.release(sequence.handle)
-                self._counters.requests_finished += 1
-                self._counters.requests_failed += sequence.finish_reason is FinishReason.ERROR
+                self._counts["requests_finished"] += 1
+                self._counts["requests_failed"] += sequence.finish_reason is FinishReason.ERROR
             events.append((sequence.handle, take_event(sequence, last=not others)))
         self._swaps.drop_superseded(self.open_sequences())
         return events

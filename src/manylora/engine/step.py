@@ -5,6 +5,7 @@ that it ran. take_event: what the sender of a request is told.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -163,21 +164,6 @@ def _metrics(sequence: Sequence) -> RequestMetrics:
     )
 
 
-@dataclass
-class Counters:
-    """Totals since the start, as the fields of the same names in `EngineStats`."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
-    requests_finished: int = 0
-    requests_failed: int = 0
-    requests_cancelled: int = 0
-
-
 Pairs = list[tuple[int, int]]
 
 
@@ -192,16 +178,18 @@ class StepOutcome:
 
 
 class ResultProcessor:
-    """Appends tokens, moves beams and counts. It frees nothing: that is for the engine."""
+    """Appends tokens, moves beams and counts. It frees nothing: that is for the engine. counts: totals since
+    the start, by the names of their fields in `EngineStats`.
+    """
 
-    def __init__(self, scheduler: Scheduler, kv: KvCache, counters: Counters, stream_interval: int) -> None:
-        self._scheduler, self._kv, self._counters = scheduler, kv, counters
+    def __init__(self, scheduler: Scheduler, kv: KvCache, counts: Counter[str], stream_interval: int) -> None:
+        self._scheduler, self._kv, self._counts = scheduler, kv, counts
         self._stream_interval = stream_interval
 
     def apply(self, launched: LaunchedStep, sampled: SampledTokens) -> StepOutcome:
         step, outcome, now_ns = launched.step, StepOutcome(), time.monotonic_ns()
-        self._counters.steps += 1
-        self._counters.prompt_tokens += step.num_context_tokens
+        self._counts["steps"] += 1
+        self._counts["prompt_tokens"] += step.num_context_tokens
         for chunk in step.chunks:
             if chunk.sequence.is_pending:
                 chunk.sequence.remove_pending_token()
@@ -238,14 +226,14 @@ class ResultProcessor:
     def _append(self, sequence: Sequence, tokens: list[tuple[int, float | None]], now_ns: int) -> None:
         """Append the tokens of one step, up to the one that ends the sequence."""
         if sequence.num_draft:
-            self._counters.drafts += 1
-            self._counters.draft_tokens += sequence.num_draft
-            self._counters.accepted_draft_tokens += len(tokens) - 1
+            self._counts["drafts"] += 1
+            self._counts["draft_tokens"] += sequence.num_draft
+            self._counts["accepted_draft_tokens"] += len(tokens) - 1
             sequence.drop_draft(len(tokens) - 1)
         guide = sequence.guide
         for token, log_prob in tokens:
             if token != NOT_FINITE:
-                self._counters.generated_tokens += 1
+                self._counts["generated_tokens"] += 1
                 sequence.times.mark_token(now_ns)
                 sequence.append(token, log_prob)
             elif guide is not None and guide.failure:
@@ -264,7 +252,7 @@ class ResultProcessor:
         if not candidates:
             leader.fail(_not_finite(leader))
             return
-        self._counters.generated_tokens += group.width
+        self._counts["generated_tokens"] += group.width
         chosen = select_beams(group, candidates)
         if not chosen:
             return

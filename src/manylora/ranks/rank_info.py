@@ -1,9 +1,8 @@
-"""RankInfo: which rank this process is, and of how many, from the environment of torchrun, mpirun or srun."""
+"""RankInfo: which rank this process is, and of how many, from the environment of torchrun or mpirun."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,13 +21,9 @@ class Variables(NamedTuple):
 
 
 MPI = "OMPI_COMM_WORLD"
-# Variables of a job step: a job has those without `STEP` even if it started only one process. Last in the
-# order, because mpirun starts its processes on other hosts with srun, and srun may start torchrun.
-SRUN = Variables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 LAUNCHERS = (
     Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     Variables("mpirun", f"{MPI}_RANK", f"{MPI}_SIZE", f"{MPI}_LOCAL_RANK", f"{MPI}_LOCAL_SIZE"),
-    SRUN,
 )
 RUN_BY = ("TORCHELASTIC_RUN_ID", f"{MPI}_RANK")  # set by launchers that wait for their processes
 RANK_0_GONE = 3  # exit status of a rank that has lost rank 0
@@ -66,7 +61,7 @@ def started_rank(environment: Mapping[str, str] = os.environ) -> int:
 
 def ends_with_launcher(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher waits for this process, and takes its exit for the end of the work."""
-    return any(name in environment for name in RUN_BY) or environment.get(SRUN.size, "1") != "1"
+    return any(name in environment for name in RUN_BY)
 
 
 def find_rank(size: int, environment: Mapping[str, str] = os.environ) -> RankInfo:
@@ -81,18 +76,7 @@ def find_rank(size: int, environment: Mapping[str, str] = os.environ) -> RankInf
             f"start {size}, or choose tensor and pipeline parallel sizes whose product is {count}"
         )
     local_rank = _number(environment, names.local_rank, rank)
-    text = environment.get(names.local_size, "")
-    if names is SRUN and text:  # it lists the numbers of all hosts, for example 2(x3),1
-        parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
-        hosts = [int(part[1]) for part in parts if part is not None for _ in range(int(part[2] or 1))]
-        host = _number(environment, "SLURM_NODEID", 0)
-        if None in parts or host >= len(hosts):
-            raise ConfigError(
-                f"{names.local_size} must have the number of ranks of host {host}, got {text!r}"
-            )
-        local_size = hosts[host]
-    else:
-        local_size = _number(environment, names.local_size, size)
+    local_size = _number(environment, names.local_size, size)
     address = environment.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else "")
     if not address:
         raise ConfigError(

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from forked import ForkServer
 from serving import DEMO, Running
-from tiny_models import make_adapter, make_model, reference_generate
+from tiny_models import make_model
 
 from manylora import LLM, LoRARequest, SamplingParams
 from manylora.cli import main
-from manylora.generation.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,31 +61,6 @@ def test_the_server_starts_them(built: Path, expected: list[str], forked_ranks: 
     finally:
         server.close()
     assert not forked_ranks.running()
-
-
-def test_stages_of_an_encoder_and_a_decoder(tmp_path: Path, forked_ranks: ForkServer) -> None:
-    """PEFT's answers, through `LLM` and the server."""
-    model, out = make_model(tmp_path / "model", "t5-v1.1", seed=7, eos_token_id=None), tmp_path / "built"
-    adapter = make_adapter(tmp_path / "adapters" / "own", model, 1, 8, ("q", "v", "wi_0", "wo"))
-    flags = ["--model_dir", str(model), "--output_dir", str(out), "--max_seq_len", "64", "--pp_size", "2"]
-    assert main(["build", *flags]) == 0
-    ids, params = Tokenizer(model).encode(TEXT), SamplingParams(max_tokens=8, temperature=0)
-    start = Tokenizer(model).decoder_start_id
-    assert start is not None
-    expected = [reference_generate(model, own, [start], 8, ids) for own in (None, adapter)]
-    assert expected[0] != expected[1]
-    with LLM(out, device="cpu", dtype="float32", enable_lora=True) as llm:
-        assert len(forked_ranks.running()) == 1
-        given = llm.generate([TEXT] * 2, params, [None, LoRARequest("own", 1, str(adapter))])
-        assert [list(one.outputs[0].token_ids) for one in given] == expected
-    server = Running(model=out, dtype="float32", lora_root=(adapter.parent,))
-    try:
-        assert len(forked_ranks.running()) == 1
-        for name, tokens in zip(("demo", "own"), expected, strict=True):
-            answer = server.post(model=name, prompt=TEXT, max_tokens=8, temperature=0)
-            assert answer.json()["choices"][0]["text"] == Tokenizer(model).decode(tokens)
-    finally:
-        server.close()
 
 
 def test_a_build_for_ranks_that_cannot_share_the_model_says_what_would_do(

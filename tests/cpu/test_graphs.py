@@ -4,6 +4,7 @@ the GPU, under the interpreter where there is none."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,6 +16,7 @@ import running
 import torch
 from parity import linear_names
 from running import read
+from selection import extended
 from tiny_models import make_adapter, make_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,11 +27,13 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.doors.triton.metrics import engine_samples
 from manylora.engine.engine import Engine
 from manylora.engine.graphs import buckets_for
+from manylora.engine.loop import EngineLoop
+from manylora.errors import DeviceLostError, EngineDeadError, RequestError
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import Device
 from manylora.model.batch import ForwardBatch
 from manylora.model.checkpoint import read_model_config
-from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.request import Event, LoraInput, Request, SamplingConfig
 
 CPU = torch.device("cpu")
 KINDS = ((8, ("q_proj", "v_proj")), (20, ("q_proj", "down_proj")))
@@ -128,79 +132,46 @@ class NothingWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["gemma2", pytest.param("mixtral", marks=pytest.mark.extended)])
-def test_soft_caps_windows_and_experts_are_recorded(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Recorded steps wait for nothing, and give the plain loop's tokens."""
-    layers = {} if family == "gemma2" else {"num_hidden_layers": 1}  # of the two only one has a window
-    model = make_model(tmp_path / "model", family, seed=1, **layers)
-    kinds = [{"rank": 4, "modules": ("q_proj", "v_proj")}] * 2
-    if family == "mixtral":
-        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        kinds = [{"rank": rank, "target_parameters": parameters, "modules": ("q_proj",)} for rank in (4, 9)]
-    adapters = []
-    for i, kind in enumerate(kinds):
-        folder = make_adapter(tmp_path / str(i), model, seed=i, **kind)  # type: ignore[arg-type]
-        adapters.append(LoraInput(i + 1, *convert_peft(folder, "float32")))
-    plain = open_engine(model, monkeypatch, None)
-    ops, recorder = CudaOps(part_keys=32), Recorder()
-    graphed = open_engine(model, monkeypatch, Device(CPU, ops, "interpreted", recorder), max_batch_size=2)
-    forward = graphed._parts.decoder.forward
-
-    def watched(*arguments: Any) -> Tensor:
-        with NothingWaits():
-            return forward(*arguments)
-
-    monkeypatch.setattr(graphed._parts.decoder, "forward", watched)
-    assert answers(graphed, adapters) == answers(plain, adapters)
-    assert recorder.replayed > 0
+HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+ONE = {"num_hidden_layers": 1}
+EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "modules": ("q_proj",)}
+# A family, settings of its model, its adapter, and how it is quantised.
+KINDS_OF_LAYERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], QuantConfig | None]] = {
+    "soft caps and windows": ("gemma2", {}, {}, None),
+    "experts": ("mixtral", ONE, EXPERTS, None),
+    "recurrent": ("granite4", HYBRID, {}, None),
+    "a delta rule": ("qwen3.5", {}, {}, None),
+    "8 bits": ("llama", ONE, {}, QuantConfig("W8A16", kv_cache_quant_algo="FP8")),
+    "4 bits": ("mixtral", ONE, {}, QuantConfig("W4A16", group_size=32)),
+}
 
 
-@pytest.mark.parametrize("family", ["granite4", pytest.param("qwen3.5", marks=pytest.mark.extended)])
-def test_recurrent_layers_are_recorded(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    ["soft caps and windows", "recurrent", "8 bits", "4 bits", *extended("experts", "a delta rule")],
+)
+def test_each_kind_of_layer_is_recorded(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded steps wait for nothing, and give the plain loop's tokens; neither a padded row nor the
     recording itself changes a state."""
-    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    model = make_model(tmp_path / "model", family, seed=1, **layers if family == "granite4" else {})
+    family, settings, tuned, quant = KINDS_OF_LAYERS[kind]
+    model = make_model(tmp_path / "model", family, seed=1, **settings)
     modules = linear_names(read_model_config(model)).linears
-    folder = make_adapter(tmp_path / "adapter", model, seed=1, rank=4, modules=modules)
+    folder = make_adapter(tmp_path / "adapter", model, seed=1, rank=4, **{"modules": modules, **tuned})
     adapter = replace(read(folder, model, 1), task_id=1)
-    plain = open_engine(model, monkeypatch, None, max_batch_size=4)
+    plain = open_engine(model, monkeypatch, None, max_batch_size=4, quant=quant)
     ops, recorder = CudaOps(part_keys=32), Recorder()
-    options = {"max_batch_size": 4, "cuda_graph_cache_size": 1}
+    options = {"max_batch_size": 4, "cuda_graph_cache_size": 1, "quant": quant}
     graphed = open_engine(model, monkeypatch, Device(CPU, ops, "interpreted", recorder), **options)
     forward = graphed._parts.decoder.forward
 
     def watched(batch: ForwardBatch, *others: Any) -> Tensor:
-        assert batch.state is not None
-        with NothingWaits() if len(batch.state.reads) == len(batch.input_ids) else nullcontext():
+        with NothingWaits() if len(batch.logits_rows) == len(batch.input_ids) else nullcontext():
             return forward(batch, *others)
 
     monkeypatch.setattr(graphed._parts.decoder, "forward", watched)
     loras = [None, adapter, None]  # of four rows: one is padded
     assert answers(graphed, loras) == answers(plain, loras)
     assert recorder.replayed > 0
-
-
-@pytest.mark.parametrize(
-    ("family", "quant"),
-    [
-        ("llama", QuantConfig("W8A16", kv_cache_quant_algo="FP8")),
-        ("mixtral", QuantConfig("W4A16", group_size=32)),
-    ],
-)
-def test_quantised_models_are_recorded(
-    family: str, quant: QuantConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_model(tmp_path / "model", family, seed=1, num_hidden_layers=1)
-    folder = make_adapter(tmp_path / "adapter", model, seed=1, rank=4)
-    adapter = LoraInput(1, *convert_peft(folder, "float32"))
-    plain = open_engine(model, monkeypatch, None, quant=quant)
-    interpreted = Device(CPU, CudaOps(part_keys=32), "interpreted", Recorder())
-    graphed = open_engine(model, monkeypatch, interpreted, max_batch_size=2, quant=quant)
-    assert graphed.stats().graphs.recorded
-    assert answers(graphed, [adapter, None]) == answers(plain, [adapter, None])
 
 
 def test_steps_without_adapters_take_graphs_without_them(
@@ -234,3 +205,80 @@ def test_without_memory_to_record_steps_are_plain(
     plain = open_engine(model, monkeypatch, None)
     assert answers(engine, [None], new=5) == answers(plain, [None], new=5)
     assert "launched plainly" in caplog.text
+
+
+class Failing(Recorder):
+    """Raises instead of recording, where `raises` returns an error for the number of the recording."""
+
+    def __init__(self, raises: Callable[[int], Exception | None]) -> None:
+        super().__init__()
+        self.tried, self._raises = 0, raises
+
+    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.tried += 1
+        error = self._raises(self.tried)
+        if error is not None:
+            raise error
+        return super().__call__(function)
+
+
+def test_a_recording_that_fails_does_not_change_an_answer(
+    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Failing(lambda number: RuntimeError("capturing") if number % 2 else None)
+    device = Device(CPU, CudaOps(part_keys=32), "interpreted", recorder, overlaps=True)
+    failing = open_engine(world[0], monkeypatch, device, max_batch_size=2, max_seq_len=32)
+    plain = open_engine(world[0], monkeypatch, None, max_batch_size=2, max_seq_len=32)
+    assert answers(failing, [None, None], new=6) == answers(plain, [None, None], new=6)
+    assert recorder.tried > recorder.recorded
+
+
+class Lost(Device):
+    def probe(self) -> None:
+        raise DeviceLostError("gone")
+
+
+def ask(loop: EngineLoop) -> Event:
+    got, done = [], threading.Event()
+    request = Request((3, 4, 5), SamplingConfig(max_tokens=3))
+    loop.submit(request, lambda event: (got.append(event), done.set()))
+    assert done.wait(60)
+    return got[-1]
+
+
+@pytest.mark.parametrize("where", ["launch", "landing"])
+def test_a_step_that_fails_ends_its_requests_alone(
+    where: str, world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(world[0], monkeypatch, None, enable_overlap=True)
+    loop = EngineLoop(engine)
+    try:
+        want = ask(loop).token_ids
+        with monkeypatch.context() as patch:
+            name = "model.decoder.Decoder.forward" if where == "launch" else "kernels.device.Arrival.wait"
+            patch.setattr(f"manylora.{name}", _raise)
+            assert isinstance(ask(loop).error, RequestError)
+        assert loop.alive and ask(loop).token_ids == want
+        engine.check()
+    finally:
+        loop.close()
+
+
+def test_a_lost_device_ends_the_engine(
+    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(world[0], monkeypatch, None)
+    object.__setattr__(engine._parts, "device", Lost(CPU, engine._parts.device.ops, "lost"))
+    monkeypatch.setattr("manylora.model.decoder.Decoder.forward", _raise)
+    loop = EngineLoop(engine)
+    try:
+        assert isinstance(ask(loop).error, EngineDeadError)
+        assert not loop.alive
+        with pytest.raises(EngineDeadError):
+            ask(loop)
+    finally:
+        loop.close()
+
+
+def _raise(*arguments: Any) -> Any:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -104,17 +104,6 @@ def answers(events: list[Event]) -> list[Any]:
     return [found[index] for index in sorted(found)]
 
 
-def test_one_request_goes_without(model: Path, no_price: None) -> None:
-    engine = open_engine(model, max_draft_len=4)
-    tokens = []
-    for wish in (False, True):
-        params = SamplingConfig(max_tokens=40, logit_bias=BIAS, use_drafts=wish)
-        [events] = run(engine, Request((7, 8, 9, 10, 11), params))
-        tokens.append([token for event in events for token in event.token_ids])
-        assert bool(engine.stats().draft_tokens) == wish
-    assert tokens[0] == tokens[1]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -155,6 +144,8 @@ def test_drafts_save_steps_and_the_metrics_say_so(model: Path, plain: Engine, no
         stats.accepted_draft_tokens,
     )
     assert 0 < stats.drafts <= stats.draft_tokens
+    [[without]] = run(drafting, replace(request, params=replace(request.params, use_drafts=False)))
+    assert without.token_ids == event.token_ids and drafting.stats().draft_tokens == stats.draft_tokens
 
 
 def test_a_draft_that_comes_with_a_request_is_the_only_one(model: Path, no_price: None) -> None:

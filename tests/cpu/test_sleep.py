@@ -25,11 +25,9 @@ CHAT: dict[str, Any] = {"model": "chinese", "messages": [{"role": "user", "conte
 DOORS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "chinese", "prompt": QUESTION, "stream": True},
     "/v1/chat/completions": CHAT,
-    "/v1/responses": {"model": "chinese", "input": QUESTION},
     "/v1/embeddings": {"model": "chinese", "input": QUESTION},
     "/v1/messages": {**CHAT, "max_tokens": 4},
     "/api/chat": {**CHAT, "stream": True},
-    "/generate": {"inputs": QUESTION},
     "/generate_stream": {"inputs": QUESTION, "parameters": {"adapter_id": "chinese"}},
 }
 TOKENS = {"chunks": [{"tokens": [1, 331, 434]}]}

@@ -23,7 +23,7 @@ from manylora.engine.guide import Guides
 from manylora.engine.kv_store import KvStore
 from manylora.engine.runner import Runner
 from manylora.engine.sizing import (
-    KvPlan,
+    MemoryPlan,
     allocate,
     batch_limits,
     check_model,
@@ -70,7 +70,7 @@ class RankParts:
     model: ModelConfig
     device: Device
     decoder: Decoder | EncoderDecoder
-    kv_plan: KvPlan
+    memory: MemoryPlan
     kv: KvTensors
     states: RecurrentState | None
     limits: BatchLimits
@@ -147,7 +147,7 @@ def build_rank(config: EngineConfig, info: RankInfo, comm: Collectives | None) -
         model=model,
         device=device,
         decoder=decoder,
-        kv_plan=plan,
+        memory=memory,
         kv=kv,
         states=states,
         limits=batch_limits(config, local, dtype, kv_dtype, plan.max_seq_len),
@@ -208,7 +208,7 @@ def build_parts(config: EngineConfig, info: RankInfo) -> EngineParts:
         parts.device.name,
         str(parts.decoder.dtype).removeprefix("torch."),
         " with products of bfloat16" if parts.device.ops.rounds_inputs else "",
-        parts.kv_plan.num_blocks,
+        parts.memory.kv.num_blocks,
         config.tokens_per_block,
         f", {info.size} ranks" if leader is not None else "",
     )

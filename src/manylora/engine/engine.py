@@ -65,7 +65,7 @@ class Engine:
         self._parts = parts = build_parts(config, find_rank(config.world_size))
         self.model, self.base, self.adapters = parts.model, parts.base, parts.adapters
         self.library, self.adapter_modules = self.adapters.library, self.adapters.modules
-        self.max_seq_len, self._runner = parts.kv_plan.max_seq_len, parts.runner
+        self.max_seq_len, self._runner = parts.memory.kv.max_seq_len, parts.runner
         self.config = config = parts.config
         self.max_queue_size, self.has_encoder = config.max_queue_size, self.model.encoder is not None
         if self.model.bidirectional:  # each token depends on all others: prompts are computed whole
@@ -73,7 +73,7 @@ class Engine:
         shape = config.tokens_per_block, config.enable_kv_cache_reuse
         states = StatePool(parts.states.num_slots, *shape) if parts.states is not None else None
         least = config.secondary_offload_min_priority or 0
-        self._kv = KvCache(parts.kv_plan.num_blocks, *shape, states, parts.store, least)
+        self._kv = KvCache(parts.memory.kv.num_blocks, *shape, states, parts.store, least)
         self._scheduler = Scheduler(self._kv, self.adapters, config)
         self._maker = SequenceMaker(config, parts, self._scheduler.speculation)
         self._swaps = VersionSwaps(self.adapters, self._scheduler, self._kv)
@@ -201,8 +201,7 @@ class Engine:
         self._process(self._in_flight)
         self._in_flight, self._processed, self._last_step = None, None, Step(())
         self._kv.drop_all()
-        stats, states = self.stats(), self._kv.states
-        self._sleep = Sleep(self._parts, level, 0 if states is None else states.num_slots)
+        stats, self._sleep = self.stats(), Sleep(self._parts, level)
         weights = stats.weight_bytes if level == 1 else 0
         self._stats_asleep = replace(stats, kv_bytes=0, weight_bytes=weights)
         self._take_parts(self._sleep.asleep)
@@ -285,7 +284,7 @@ class Engine:
             kv_blocks_free=self._kv.num_available,
             tokens_per_block=self._kv.tokens_per_block,
             kv_tokens_reused=scheduler.num_tokens_reused,
-            kv_bytes=parts.kv_plan.num_bytes,
+            kv_bytes=parts.memory.kv.num_bytes,
             weight_bytes=parts.decoder.weight_bytes,
             preemptions=scheduler.num_preemptions,
             scheduled=len(chunks),

@@ -72,10 +72,8 @@ class DecodeGraphs:
     def run(self, inputs: StepInputs) -> Tensor | None:
         """Logits of a step that `decodes`, until the next call. None: launch it without a graph."""
         logits = self._try_to_run(inputs)
-        if logits is None:
-            self.num_plain += 1
-        else:
-            self.num_replayed += 1
+        self.num_plain += logits is None
+        self.num_replayed += logits is not None
         return logits
 
     def _try_to_run(self, inputs: StepInputs) -> Tensor | None:

@@ -14,8 +14,8 @@ import json
 import os
 import random
 import resource
-import select
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 CPU_S = 1
 WALL_S = 30  # more than CPU_S, because the machine may be busy
 MEMORY = 2**27  # bytes in addition to those of the tokenizer
-MAX_PARALLEL = 8
 BUSY = "it could not be tried in time, please send the request again"
 NUM_TOKENS = 8  # that a trial consumes
 MAX_LEXER_STATES = 50_000  # of about 2 KB each
@@ -78,29 +77,25 @@ def _try(tokenizer: LLTokenizer, kind: str, text: str) -> str:
         return reason_of(str(error)) or type(error).__name__
 
 
-def _begin(tokenizer: LLTokenizer, kind: str, text: str) -> tuple[int, int]:
-    """Start a trial with limited resources. Returns its process id and the descriptor of its result."""
+def _answer(tokenizer: LLTokenizer, guide: dict[str, str]) -> str:
+    """As `_try`, in a child process with limited resources."""
     reading, writing = os.pipe()
     pid = os.fork()
-    if pid:
-        os.close(writing)
-        return pid, reading
-    try:
-        if (used := Path("/proc/self/statm")).exists():
-            most = int(used.read_text().split()[0]) * resource.getpagesize() + MEMORY
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.alarm(WALL_S)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # discard llguidance's output
-        os.write(writing, b"=" + _try(tokenizer, kind, text).encode(errors="replace"))
-    finally:
-        os._exit(0)
-
-
-def _verdict(pid: int, reading: int) -> str:
+    if not pid:
+        try:
+            if (used := Path("/proc/self/statm")).exists():
+                most = int(used.read_text().split()[0]) * resource.getpagesize() + MEMORY
+                resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            signal.setitimer(signal.ITIMER_PROF, CPU_S)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.alarm(WALL_S)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # discard llguidance's output
+            found = _try(tokenizer, guide["kind"], guide["text"])
+            os.write(writing, b"=" + found.encode(errors="replace"))
+        finally:
+            os._exit(0)
+    os.close(writing)
     answer = os.read(reading, 4096)
-    os.close(reading)
     _, status = os.waitpid(pid, 0)
     if answer:
         return answer[1:].decode(errors="replace")
@@ -113,28 +108,17 @@ def _verdict(pid: int, reading: int) -> str:
 
 
 def main() -> None:
-    """Answer guides until the input ends."""
-    tokenizer: LLTokenizer | None = None
-    rest, waiting = b"", []
-    running: dict[int, tuple[int, int]] = {}  # file descriptor -> process id, number of the guide
-    while True:
-        ready, _, _ = select.select([0, *running], [], [])
-        for source in ready:
-            if source in running:
-                pid, number = running.pop(source)
-                print(json.dumps({"number": number, "failure": _verdict(pid, source)}), flush=True)
-                continue
-            piece = os.read(0, 2**20)
-            if not piece:
-                return
-            *lines, rest = (rest + piece).split(b"\n")
-            waiting += [json.loads(line) for line in lines]
-        if waiting and tokenizer is None:
-            tokenizer = open_tokenizer(*waiting.pop(0))
-        while tokenizer is not None and waiting and len(running) < MAX_PARALLEL:
-            guide = waiting.pop(0)
-            pid, reading = _begin(tokenizer, guide["kind"], guide["text"])
-            running[reading] = (pid, guide["number"])
+    """Answer guides until the input ends. A child of each waits for the trial."""
+    tokenizer = open_tokenizer(*json.loads(sys.stdin.readline()))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the system forgets the children
+    for line in sys.stdin:
+        if os.fork():
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        guide = json.loads(line)
+        answer = {"number": guide["number"], "failure": _answer(tokenizer, guide)}
+        os.write(1, json.dumps(answer).encode() + b"\n")  # at once, as it is short
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -264,7 +264,7 @@ class SequenceMaker:
 
     def __init__(self, config: EngineConfig, parts: EngineParts, speculation: Speculation) -> None:
         self._parts, self._speculation = parts, speculation
-        self._adapters, self._max_seq_len = parts.adapters, parts.kv_plan.max_seq_len
+        self._adapters, self._max_seq_len = parts.adapters, parts.memory.kv.max_seq_len
         self._checks = RequestChecks(config, parts.model, self._max_seq_len)
 
     def compile(self, request: Request) -> LLMatcher | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manylora.engine.build import EngineParts, load_weights, open_runner
-from manylora.engine.sizing import MemoryPlan, allocate, kv_cache_dtype
+from manylora.engine.sizing import allocate, kv_cache_dtype
 from manylora.model.decoder import Decoder
 
 GONE: Any = None  # instead of a part while its memory is freed
@@ -23,14 +23,13 @@ TAGS = ("weights", "kv_cache")
 class Sleep:
     """parts: of an engine without open requests, whose caller drops its own. level 1: the KV cache and
     recurrent states are freed, and on a GPU the weights move to the host. 2: the weights are freed, and
-    `wake` reads their files again. num_slots: of recurrent state.
+    `wake` reads their files again.
 
     asleep: the parts that are left. missing: TAGS that have not woken up.
     """
 
-    def __init__(self, parts: EngineParts, level: int, num_slots: int) -> None:
+    def __init__(self, parts: EngineParts, level: int) -> None:
         self.level, self.missing = level, set(TAGS)
-        self._num_slots = num_slots
         gone = ("kv", "states", "runner", "decoder")[: 2 + level]
         self.asleep = replace(parts, **dict.fromkeys(gone, GONE))
         if isinstance(parts.decoder, Decoder):
@@ -49,8 +48,7 @@ class Sleep:
             self.missing.discard("weights")
         if "kv_cache" in tags & self.missing:
             dtype = kv_cache_dtype(parts.config, parts.dtype, parts.device)
-            plan = MemoryPlan(parts.config, parts.kv_plan, self._num_slots, 0)
-            kv, states = allocate(plan, parts.model, dtype, parts.device.torch)
+            kv, states = allocate(parts.memory, parts.model, dtype, parts.device.torch)
             self.asleep = parts = replace(parts, kv=kv, states=states)
             self.missing.discard("kv_cache")
         return None if self.missing else replace(parts, runner=open_runner(parts, parts.adapters))

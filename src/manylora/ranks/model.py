@@ -266,23 +266,15 @@ class RankLayerInputs(LayerInputs):
 class RankDecoder(SharedLayers, Decoder):
     """`forward` returns logits on rank 0, and [0, vocab] on others."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        model: ModelConfig,
-        weights: dict[str, Any],
-        dtype: torch.dtype,
-        ops: ReferenceOps,
-        collectives: Collectives,
-    ) -> None:
+    def __init__(self, config: ModelConfig, model: ModelConfig, *more: Any) -> None:
         self._quantised_experts = False
-        super().__init__(config, model, weights, dtype, ops, collectives)
+        super().__init__(config, model, *more)
         self._decode_step = None  # because it is one call from the first layer to the last
         self._kv_received = kv_from_before(model, self._mapping)
         self._kv_sent = kv_for_next(model, self._mapping)
         self._passed_on: dict[int, Tensor] = {}  # keys and values by layer, within a step
         if model.moe is not None:  # on any stage, because they decide what adapters may have
-            self._quantised_experts = not collectives.least(not super().has_quantised_experts)
+            self._quantised_experts = not self._collectives.least(not super().has_quantised_experts)
 
     @property
     def has_quantised_experts(self) -> bool:

@@ -44,11 +44,10 @@ def hold(folder: Path, lock: int = fcntl.LOCK_SH) -> int:
 def remove_unless_held(folder: Path, first: str = "") -> bool:
     """Returns whether it was removed. first: the file without which it is not valid."""
     try:
-        descriptor = os.open(folder, FLAGS)
+        descriptor = hold(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if first:
             (folder / first).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)

@@ -25,7 +25,6 @@ from source_standins import COMMIT, serve_hub
 from tiny_models import make_model
 
 import manylora
-from manylora import LLM, LoRARequest
 from manylora.cli import main
 from manylora.config.hub import local_model
 from manylora.doors.http.arguments import parse_options
@@ -133,14 +132,6 @@ def test_a_key_in_vllms_variable_is_not_overlooked(
     assert parse_options(["model", "--api-key", "other"]).api_key == ("other",)
     assert "VLLM_LOGGING_LEVEL is set but not read here: the flag is --log-level" in caplog.text
     assert "secret" not in caplog.text
-
-
-def test_help_shows_each_flag_in_one_spelling(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    shown = capsys.readouterr().out
-    assert shown.startswith("usage: manylora serve MODEL [options]\n") and "--lora-root PATH" in shown
-    assert "--lora_root" not in shown
 
 
 def test_a_root_without_adapters_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -361,17 +352,6 @@ def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file.file_size = 1
     with pytest.raises(ConfigError, match=r"org/model: the disk of .* is full: .*HF_HOME"):
         local_model("org/model", cache=tmp_path)
-
-
-def test_python_says_the_same(models: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is an adapter of .*LoRARequest\('chinese', 1, "):
-        LLM(ADAPTER, device="cpu")
-    with pytest.raises(ConfigError, match="no weights"):
-        LLM(models / "no-weights", device="cpu", skip_tokenizer_init=True)
-    with pytest.raises(ConfigError, match="more than the model's 256 positions: use 256 or less"):
-        LLM(models / "good", device="cpu", max_seq_len=513)
-    with pytest.raises(ValueError, match="does not exist"):
-        LoRARequest("a", 1, "./org/adapter")
 
 
 def test_ctrl_c_while_it_starts_is_one_line(models: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 makes no decisions.
 
 `python -m manylora.engine.follower PARENT STEPS ADAPTERS` is started by rank 0, with the numbers of two
-sockets.
+sockets; `… REPOSITORY REPORT` by the supervisor of another host, see `run_in_repository`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch.distributed import Store, TCPStore
@@ -28,6 +29,7 @@ from manylora.adapters.cache.store_sizing import build_parts
 from manylora.adapters.geometry import Layout
 from manylora.adapters.tensors import Adapter
 from manylora.config.engine import EngineConfig
+from manylora.config.repository import repository_config
 from manylora.engine import step_messages
 from manylora.engine.build import RankParts, build_rank, leave_group, meet_group
 from manylora.errors import ConfigError
@@ -35,7 +37,7 @@ from manylora.kernels.transfer import to_device, upload
 from manylora.model.batch import copy_blocks
 from manylora.model.decoder import Decoder
 from manylora.ranks.channel import Channel, ChannelClosedError, Message
-from manylora.ranks.rank_info import RANK_0_GONE, RankInfo
+from manylora.ranks.rank_info import RANK_0_GONE, RankInfo, find_rank
 from manylora.ranks.rendezvous import LOOPBACK, REFUSED, group_store, identity, join
 
 logger = logging.getLogger("manylora")
@@ -214,7 +216,32 @@ def _say_alive(steps: Channel) -> None:
     os._exit(RANK_0_GONE)
 
 
+def run_in_repository(repository: Path, report: int) -> int:
+    """One rank of the engine of a Triton model repository, where tritonserver and rank 0 are those of another
+    process, perhaps on another host. The environment says which, as torchrun's or mpirun's does. report: the
+    number of a file that takes one line: why this rank does not start, or nothing, when it has its part.
+    Returns the exit status: 0 after rank 0 has ended for good, RANK_0_GONE if it is about to start again.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+
+    def tell(line: str) -> None:
+        os.write(report, f"{' '.join(line.split())}\n".encode()[:4000])
+
+    try:
+        config = repository_config(repository)
+        for_good = follow(config, find_rank(config.world_size), lambda: tell(""))
+    except (ConfigError, ValueError) as error:
+        logger.error("%s", error)
+        tell(str(error))
+        return 1
+    return 0 if for_good else RANK_0_GONE
+
+
 def main(arguments: Sequence[str]) -> None:
+    if len(arguments) == 2:
+        status = run_in_repository(Path(arguments[0]), int(arguments[1]))
+        logging.shutdown()
+        os._exit(status)  # a thread may wait for rank 0
     parent, *numbers = map(int, arguments)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the line above

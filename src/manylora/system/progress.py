@@ -1,9 +1,8 @@
-"""Progress of long operations, in bytes: one line that is rewritten on a terminal, lines in a log."""
+"""Progress of long operations, in bytes: lines in the log."""
 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +10,7 @@ from collections.abc import Callable
 logger = logging.getLogger("manylora")
 
 QUIET_S = 2.0  # before the first line: shorter operations only get a summary
-LINE_S = 5.0  # between two lines of a log
-REWRITE_S = 0.2  # between two updates of a terminal's line
+LINE_S = 5.0  # between two lines
 
 
 class Progress:
@@ -23,17 +21,14 @@ class Progress:
     ) -> None:
         self._doing, self._done, self._what, self._total = doing, done, what, total
         self._clock, self._lock = clock, threading.RLock()
-        self._terminal = sys.stderr is not None and sys.stderr.isatty()
         self._now = 0
         self._started = clock()
         self._due = self._started + QUIET_S
-        self._shown = 0  # characters on the terminal's line
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._rewrite("")
         if kind is None:
             seconds = self._clock() - self._started
             logger.info("%s %s: %s in %.1f s", self._done, self._what, size(self._total), seconds)
@@ -51,23 +46,10 @@ class Progress:
                 return
             seconds = now - self._started
             done, speed = 100 * self._now // max(1, self._total), size(int(self._now / seconds))
-            text = (
-                f"{self._doing} {self._what}: {done} %, {size(self._now)} of {size(self._total)}, "
-                f"{seconds:.0f} s, {speed}/s"
-            )
-            if self._terminal:
-                self._rewrite(text)
-            else:
-                logger.info("%s", text)
-            self._due = now + (REWRITE_S if self._terminal else LINE_S)
-
-    def _rewrite(self, text: str) -> None:
-        """Write the terminal's line. "" removes it."""
-        if not (self._terminal and (text or self._shown)):
-            return
-        sys.stderr.write("\r" + text.ljust(self._shown) + ("" if text else "\r"))
-        sys.stderr.flush()
-        self._shown = len(text)
+            amount = f"{size(self._now)} of {size(self._total)}"
+            text = "%s %s: %d %%, %s, %.0f s, %s/s"
+            logger.info(text, self._doing, self._what, done, amount, seconds, speed)
+            self._due = now + LINE_S
 
 
 def size(count: int) -> str:

@@ -35,7 +35,7 @@ FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 30.0
 REASON = 2000  # characters
 MARK = "MANYLORA_KEPT_BY"
-FOLLOWER = "manylora.engine.repository_rank"
+FOLLOWER = "manylora.engine.follower"
 REPORT_BYTES = 4096
 
 

@@ -335,7 +335,7 @@ class EngineLoop:
         """Run the commands, and wait while there is no work. False: closed and done, or dead."""
         while not self._engine.has_work:
             with self._lock:
-                done = self._closing and not self._sinks
+                done = self._closing and not (self._sinks or self._promised)
             if self.death is not None or (done and self._inbox.empty()):
                 return False
             while self._inbox.empty() and self._engine.save_blocks(MOST_SAVED):

@@ -36,15 +36,11 @@ TRIAL_S = 2.0 * WALL_S  # maximum until a result: other guides may be tried firs
 
 
 class Guides:
-    """Compiles guides for one tokenizer. Raises ConfigError if llguidance or the tokenizer is missing. If
-    llguidance cannot use it, every guide is refused. eos_ids: tokens that may end the output.
+    """Compiles guides for one tokenizer. Raises ConfigError if the tokenizer is missing. If llguidance
+    cannot use it, every guide is refused. eos_ids: tokens that may end the output.
     """
 
     def __init__(self, tokenizer_dir: Path, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        try:
-            import llguidance  # noqa: F401 - only to see whether it is installed
-        except ImportError as error:
-            raise ConfigError("guided decoding needs llguidance: pip install llguidance") from error
         path = tokenizer_dir / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"guided decoding: tokenizer_dir: {path} does not exist")

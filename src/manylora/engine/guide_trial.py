@@ -83,9 +83,8 @@ def _answer(tokenizer: LLTokenizer, guide: dict[str, str]) -> str:
     pid = os.fork()
     if not pid:
         try:
-            if (used := Path("/proc/self/statm")).exists():
-                most = int(used.read_text().split()[0]) * resource.getpagesize() + MEMORY
-                resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
             signal.setitimer(signal.ITIMER_PROF, CPU_S)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.alarm(WALL_S)

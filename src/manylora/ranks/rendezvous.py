@@ -35,6 +35,7 @@ from manylora.system.cgroup import usable_processors
 from manylora.version import __version__
 
 WEIGHTS = (".safetensors", ".bin", ".gguf")
+CHECKPOINT = "checkpoint"
 OF_RANK_0 = (
     "model_dir", "tokenizer_dir", "prefetch_dir", "catalog_dir", "names_file", "allowed_paths",
     "disk_cache_dir",
@@ -43,14 +44,14 @@ OF_RANK_0 = (
 
 
 def identity(config: EngineConfig) -> dict[str, str]:
-    """What ranks compare: one line for each part of what they serve."""
+    """What ranks compare: each part of what they serve, as text."""
     values = asdict(config)
     lora = values.pop("lora")
     settings = {name: value for name, value in {**lora, **values}.items() if name not in OF_RANK_0}
     return {
-        "the version of manylora": __version__,
-        "another checkpoint": checkpoint_digest(config.model_dir),
-        **{f"another {name}": json.dumps(value, default=str) for name, value in sorted(settings.items())},
+        "version of manylora": __version__,
+        CHECKPOINT: checkpoint_digest(config.model_dir),
+        **{name: json.dumps(value, default=str) for name, value in sorted(settings.items())},
     }
 
 
@@ -58,9 +59,8 @@ def check_identity(rank: int, found: Mapping[str, str], expected: Mapping[str, s
     """Raises ConfigError that says what differs from rank 0."""
     for name, value in expected.items():
         if found.get(name) != value:
-            more = "" if name == "another checkpoint" else f": {found.get(name)}, rank 0 has {value}"
-            what = name if name.startswith("another") else f"another {name.removeprefix('the ')}"
-            raise ConfigError(f"rank {rank} was started with {what} than rank 0{more}")
+            more = "" if name == CHECKPOINT else f": {found.get(name)}, rank 0 has {value}"
+            raise ConfigError(f"rank {rank} was started with another {name} than rank 0{more}")
 
 
 def checkpoint_digest(folder: Path) -> str:
@@ -235,8 +235,7 @@ def _prepared(connection: socket.socket) -> Channel:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     connection.settimeout(HELLO_S)
     return Channel(connection)
 

@@ -7,7 +7,6 @@ fault for each of their pages: up to a tenth of the time of prompts on a CPU.
 from __future__ import annotations
 
 import ctypes
-import sys
 from contextlib import suppress
 
 MAX_FREE = 2**28  # free bytes that are not returned to the system
@@ -15,17 +14,14 @@ MAX_FREE = 2**28  # free bytes that are not returned to the system
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
 
 
-def keep_memory() -> bool:
-    """Let all threads use up to MAX_FREE freed bytes. Returns whether it was set: only by glibc."""
-    settings = ((ARENA_MAX, 1), (MMAP_THRESHOLD, MAX_FREE), (TRIM_THRESHOLD, MAX_FREE))
-    with suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        return sys.platform == "linux" and all(mallopt(option, value) == 1 for option, value in settings)
-    return False
+def keep_memory() -> None:
+    """Let all threads use up to MAX_FREE freed bytes. Only glibc can."""
+    for option, value in ((ARENA_MAX, 1), (MMAP_THRESHOLD, MAX_FREE), (TRIM_THRESHOLD, MAX_FREE)):
+        with suppress(AttributeError):
+            ctypes.CDLL(None).mallopt(option, value)
 
 
 def release_free_memory() -> None:
     """Return free memory to the system. Call this after freeing much that is not needed again soon."""
-    if sys.platform.startswith("linux"):
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

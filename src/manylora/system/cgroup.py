@@ -20,11 +20,7 @@ UNLIMITED = 2**62
 
 def usable_processors() -> int:
     """How many threads can compute at once: more would use up a group's CPU time early, then wait."""
-    try:
-        allowed = len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # not on Linux
-        allowed = os.cpu_count() or 1
-    return max(1, min([allowed, *map(math.ceil, _cpu_quotas())]))
+    return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, _cpu_quotas())]))
 
 
 def available_memory() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,11 +11,9 @@ NICE = 10  # such a thread gets about a tenth of a contended core, and all of an
 
 
 def lower_priority() -> None:
-    """Lower the priority of the calling thread, and of threads that it starts later, where Linux allows it. A
+    """Lower the priority of the calling thread, and of threads that it starts later, where that is allowed. A
     slower load delays one adapter's first request; a core taken from the engine delays every token.
     """
-    if sys.platform != "linux":
-        return
     thread = threading.get_native_id()
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))

@@ -8,14 +8,19 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from running import let_arrive
-from tiny_models import make_adapter, make_model, reference_generate
+from running import run as run_all
+from running import tokens as some_tokens
+from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate
 
 from manylora.adapters.convert import convert_peft
+from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterNotCachedError
+from manylora.kernels import native
 from manylora.request import Event, FinishReason, LoraInput, Request, SamplingConfig
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -174,3 +179,35 @@ def test_a_stream_has_the_wanted_number_of_tokens_in_each_event(world: World) ->
     assert [event.generation_logits.shape[0] for event in events[second]] == [1] * NEW  # type: ignore[union-attr]
     assert [len(event.token_ids) for event in events[third]] == [NEW]
     assert tokens(events[first]) == tokens(events[second]) == tokens(events[third]) == wanted
+
+
+KINDS = ({"rank": 3}, {"rank": 64}, {"rank": 9, "use_dora": True}, {"rank": 16, "modules": MODULES[:3]})
+PARAMS = SamplingConfig(max_tokens=9, return_log_probs=True, return_generation_logits=True)
+
+
+@pytest.mark.skipif(native.load() is None, reason="products of torch depend on the number of rows")
+def test_an_answer_has_the_same_bits_in_any_company(tmp_path: Path) -> None:
+    """Alone, beside others with all kinds of adapters, and when its prompt is computed in several steps."""
+    model = make_model(tmp_path / "model", "llama-biases", seed=3)
+    inputs: list[LoraInput | None] = [None]
+    for number, kind in enumerate(KINDS, 1):
+        folder = make_adapter(tmp_path / str(number), model, number, **{"modules": MODULES, **kind})
+        inputs.append(LoraInput(number, *read_adapter_folder(folder, BaseWeights(model))))
+    requests = [  # prompts of one chunk and of several, two of each adapter
+        Request(tuple(some_tokens(length, seed)), PARAMS, lora=inputs[seed % 5])
+        for seed, length in enumerate((5, 90, 33, 70, 1, 100, 17, 64, 2, 40))
+    ]
+    config = EngineConfig(
+        model, device="cpu", dtype="float32", max_seq_len=128, max_num_tokens=47, max_batch_size=16,
+        enable_kv_cache_reuse=False, lora=LoraCacheConfig(gpu_memory_bytes=2**24),
+    )  # fmt: skip
+    assert config.chunk_tokens == 32
+    made = Engine(config)
+    together = run_all(made, *requests)
+    for request, company in zip(requests, together, strict=True):
+        [alone] = run_all(made, request)
+        for name in ("token_ids", "log_probs"):
+            assert sum((getattr(e, name) for e in alone), ()) == sum((getattr(e, name) for e in company), ())
+        logits = [np.concatenate([e.generation_logits for e in events]) for events in (alone, company)]
+        assert np.array_equal(*logits)
+    made.close()

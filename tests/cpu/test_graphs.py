@@ -192,45 +192,36 @@ def test_steps_without_adapters_take_graphs_without_them(
     assert launches == {(("launch", "graph"),): 1, (("launch", "plain"),): 1}, "recorded at its second use"
 
 
-def test_without_memory_to_record_steps_are_plain(
-    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, _ = world
-
-    def full(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        raise torch.OutOfMemoryError
-
-    engine = open_engine(model, monkeypatch, Device(CPU, CudaOps(), "interpreted", full), max_batch_size=1)
-    assert "no memory is left to record" in caplog.text
-    plain = open_engine(model, monkeypatch, None)
-    assert answers(engine, [None], new=5) == answers(plain, [None], new=5)
-    assert "launched plainly" in caplog.text
-
-
-class Failing(Recorder):
-    """Raises instead of recording, where `raises` returns an error for the number of the recording."""
-
-    def __init__(self, raises: Callable[[int], Exception | None]) -> None:
-        super().__init__()
-        self.tried, self._raises = 0, raises
-
-    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        self.tried += 1
-        error = self._raises(self.tried)
-        if error is not None:
-            raise error
-        return super().__call__(function)
-
-
+@pytest.mark.parametrize(
+    ("error", "every", "said"),
+    [
+        (RuntimeError("capturing"), 2, "a decode step could not be recorded"),
+        (torch.OutOfMemoryError(), 1, "no memory is left to record"),
+    ],
+)
 def test_a_recording_that_fails_does_not_change_an_answer(
-    world: tuple[Path, list[LoraInput]], monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    every: int,
+    said: str,
+    world: tuple[Path, list[LoraInput]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    recorder = Failing(lambda number: RuntimeError("capturing") if number % 2 else None)
+    class Failing(Recorder):
+        tried = 0
+
+        def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            self.tried += 1
+            if not self.tried % every:
+                raise error
+            return super().__call__(function)
+
+    recorder = Failing()
     device = Device(CPU, CudaOps(part_keys=32), "interpreted", recorder, overlaps=True)
-    failing = open_engine(world[0], monkeypatch, device, max_batch_size=2, max_seq_len=32)
-    plain = open_engine(world[0], monkeypatch, None, max_batch_size=2, max_seq_len=32)
+    failing = open_engine(world[0], monkeypatch, device, max_batch_size=2)
+    plain = open_engine(world[0], monkeypatch, None, max_batch_size=2)
     assert answers(failing, [None, None], new=6) == answers(plain, [None, None], new=6)
-    assert recorder.tried > recorder.recorded
+    assert recorder.tried > recorder.recorded and said in caplog.text
 
 
 class Lost(Device):

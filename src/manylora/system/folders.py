@@ -41,21 +41,15 @@ def hold(folder: Path, lock: int = fcntl.LOCK_SH) -> int:
     return descriptor
 
 
-def remove_unless_held(folder: Path, first: str = "") -> bool:
-    """Returns whether it was removed. first: the file without which it is not valid."""
+def remove_unless_held(folder: Path) -> bool:
+    """Returns whether it was removed."""
     try:
         descriptor = hold(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
-    try:
-        if first:
-            (folder / first).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(descriptor)
+    return True
 
 
 def make_temporary(kind: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 
 logger = logging.getLogger("manylora")
 
@@ -16,13 +15,11 @@ LINE_S = 5.0  # between two lines
 class Progress:
     """A context manager that logs a summary on success. Thread-safe. doing, done: "loading", "loaded"."""
 
-    def __init__(
-        self, doing: str, done: str, what: str, total: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, doing: str, done: str, what: str, total: int) -> None:
         self._doing, self._done, self._what, self._total = doing, done, what, total
-        self._clock, self._lock = clock, threading.RLock()
+        self._lock = threading.RLock()
         self._now = 0
-        self._started = clock()
+        self._started = time.monotonic()
         self._due = self._started + QUIET_S
 
     def __enter__(self) -> Progress:
@@ -30,7 +27,7 @@ class Progress:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
-            seconds = self._clock() - self._started
+            seconds = time.monotonic() - self._started
             logger.info("%s %s: %s in %.1f s", self._done, self._what, size(self._total), seconds)
 
     def add(self, count: int) -> None:
@@ -41,7 +38,7 @@ class Progress:
     def set(self, count: int) -> None:
         """This many bytes are done in total."""
         with self._lock:
-            self._now, now = min(count, self._total), self._clock()
+            self._now, now = min(count, self._total), time.monotonic()
             if now < self._due:
                 return
             seconds = now - self._started

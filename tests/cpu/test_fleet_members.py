@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save
 from starlette.requests import Request
+from starlette.responses import Response
 from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora.adapters.catalog import uploads as adapter_record
 from manylora.adapters.catalog.entry import AdapterEntry
 from manylora.adapters.catalog.shared import USED, State
 from manylora.adapters.catalog.uploads import AdapterRecord, Uploads
-from manylora.doors.fleet.member import Changed, Member, RemoteRequest, RemoteResponse, change_response
+from manylora.doors.fleet.member import Changed, Member, RemoteRequest, change_response
 from manylora.doors.fleet.options import FleetOptions
 from manylora.doors.http.adapter_routes import RECEIVED
 from manylora.doors.http.server import open_app
@@ -87,10 +88,7 @@ class Fleet:
         return await member.change(call)
 
     async def look(self, changed: Changed) -> dict[str, State]:
-        return {
-            f"r{number}": await one.look(changed.name, changed.revision, 60.0)
-            for number, one in enumerate(self.members)
-        }
+        return dict([await one.look(changed.name, changed.revision, 60.0) for one in self.members])
 
 
 def body_of(adapter: Path) -> bytes:
@@ -115,7 +113,7 @@ async def complete(member: Member, name: str, revision: int = 0, **more: Any) ->
     fields = {"model": name, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     call = post("completions", **fields, return_token_ids=True, **more)
     found = await member.whole_answer(RemoteRequest(call.scope, call.headers, call.body, revision))
-    return {"status": found.status, **json.loads(found.body)}
+    return {"status": found.status_code, **json.loads(found.body)}
 
 
 def run(
@@ -138,7 +136,7 @@ def test_what_was_put_is_served_by_all_with_one_number(model: Path, root: Path, 
         told = []
         for member, adapter in ((first, "a0"), (second, "a1"), (first, "a1"), (second, "a0")):
             changed = await fleet.send(member, "policy", root / adapter)
-            assert changed.answer.status == 200, changed.answer.body
+            assert changed.answer.status_code == 200, changed.answer.body
             answer = json.loads(changed.answer.body)
             states = await fleet.look(changed)
             assert {(one.version, one.digest, one.problem) for one in states.values()} == {
@@ -194,7 +192,7 @@ def test_unloaded_is_unloaded_everywhere_and_later(model: Path, root: Path, tmp_
                 assert (await complete(one, name))["status"] == 404
         assert not list(fleet.folder.rglob("*.safetensors"))
         again = await second.change(post("unload_lora_adapter", lora_name="a0"))
-        assert (again.answer.status, again.name) == (404, "")
+        assert (again.answer.status_code, again.name) == (404, "")
         changed = await fleet.send(first, "sent", root / "a1")
         assert json.loads(changed.answer.body)["version"] == 2, "its numbers go on"
 
@@ -211,13 +209,13 @@ def test_requests_under_way_are_waited_for_by_each(model: Path, root: Path, tmp_
             assert not running.done(), "it has ended before"
             await asyncio.sleep(0.005)
         changed = await first.change(post("unload_lora_adapter", lora_name="a0"))
-        state = await second.look(changed.name, changed.revision, 120.0)
+        _, state = await second.look(changed.name, changed.revision, 120.0)
         assert state.running == 0 and (await running)["status"] == 200
 
     async def complete_long(member: Member, **more: Any) -> dict[str, Any]:
         fields = {"model": "a0", "prompt": PROMPT, "temperature": 0, "ignore_eos": True, **more}
         found = await member.whole_answer(post("completions", **fields))
-        return {"status": found.status}
+        return {"status": found.status_code}
 
     run(model, tmp_path / "shared", play)
 
@@ -232,7 +230,7 @@ def test_pins_aliases_and_paths_hold_for_all(model: Path, root: Path, tmp_path: 
         ]
         for step in steps:
             changed = await first.change(step)
-            assert changed.answer.status == 200, changed.answer.body
+            assert changed.answer.status_code == 200, changed.answer.body
             assert not any(one.problem for one in (await fleet.look(changed)).values())
         await fleet.start()
         for one in fleet.members:
@@ -268,7 +266,7 @@ def test_owners_and_quotas_count_all_servers(model: Path, root: Path, tmp_path: 
         first, second = fleet.members
         for number, (member, status) in enumerate([(first, 200), (second, 200), (first, 403), (second, 403)]):
             changed = await as_key("team", fleet, member, f"t{number}", root / "a0")
-            assert changed.answer.status == status, changed.answer.body
+            assert changed.answer.status_code == status, changed.answer.body
         for member in fleet.members:
             seen = [await status_of(member, key, "t0") for key in ("team", "other", "boss")]
             assert seen == [200, 404, 200]
@@ -283,7 +281,7 @@ def test_owners_and_quotas_count_all_servers(model: Path, root: Path, tmp_path: 
     async def status_of(member: Member, key: str, name: str) -> int:
         await member.look("", 2, 0)
         headers = [(b"authorization", f"Bearer {key}".encode())]
-        return (await member.whole_answer(request("GET", f"/v1/models/{name}", headers))).status
+        return (await member.whole_answer(request("GET", f"/v1/models/{name}", headers))).status_code
 
     run(model, tmp_path / "shared", play, api_keys=file, allow_runtime_lora_updating=False)
 
@@ -323,7 +321,7 @@ def test_an_idle_adapter_goes_when_nobody_uses_it(
             await asyncio.sleep(0.02)
 
     async def status(member: Member) -> int:
-        return (await member.whole_answer(request("GET", "/v1/models/brief"))).status
+        return (await member.whole_answer(request("GET", "/v1/models/brief"))).status_code
 
     run(model, tmp_path / "shared", play, lora_refresh_seconds=0.2)
 
@@ -333,10 +331,12 @@ def test_bodies_are_bounded_by_what_all_have_placed(model: Path, root: Path, tmp
 
     async def play(fleet: Fleet) -> None:
         first, second = fleet.members
-        assert (await fleet.send(first, "x", root / "a0")).answer.status == 200
+        assert (await fleet.send(first, "x", root / "a0")).answer.status_code == 200
         full = await fleet.send(second, "y", root / "a1")
-        assert full.answer.status == 413, full.answer.body
-        assert (await fleet.send(second, "x", root / "a1")).answer.status == 200, "in the place of the other"
+        assert full.answer.status_code == 413, full.answer.body
+        assert (await fleet.send(second, "x", root / "a1")).answer.status_code == 200, (
+            "in the place of the other"
+        )
 
     run(model, tmp_path / "shared", play, lora_upload_bytes=size + 1000)
 
@@ -352,7 +352,7 @@ def test_a_folder_that_is_read_only_is_named(
         changed = await fleet.members[0].change(post("pin_lora_adapter", lora_name="a0"))
         monkeypatch.undo()
         error = json.loads(changed.answer.body)["error"]
-        assert (changed.answer.status, error["code"]) == (403, "not_allowed")
+        assert (changed.answer.status_code, error["code"]) == (403, "not_allowed")
         assert "--lora-upload-dir is read-only" in error["message"]
         assert (await complete(fleet.members[0], "a0"))["status"] == 200
 
@@ -361,9 +361,7 @@ def test_a_folder_that_is_read_only_is_named(
 
 def test_the_answer_names_who_has_not_followed() -> None:
     def first(body: bytes, status: int = 200) -> Changed:
-        return Changed(
-            RemoteResponse("r0", status, [(b"content-type", b"x"), (b"content-length", b"0")], body), "n", 7
-        )
+        return Changed(Response(body, status), "n", 7)
 
     states = {"r0": State(7, 2, "d"), "r1": State(7, 0, "", problem="no room"), "r2": State(6)}
     put = change_response(first(b'{"id": "n"}'), "PUT", "/v1/lora_adapters/n", states, ["r3"])

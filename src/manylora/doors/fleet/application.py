@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
 from itertools import count
 from typing import Any
 
@@ -15,12 +14,10 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message
 
-from manylora.adapters.catalog.shared import State
 from manylora.doors.fleet.calls import FleetRouter
 from manylora.doors.fleet.front import DEPLOYMENT, make_front
-from manylora.doors.fleet.member import Changed, Member, RemoteRequest, RemoteResponse
+from manylora.doors.fleet.member import Member, RemoteRequest
 from manylora.doors.fleet.options import FleetOptions, read_args
 from manylora.doors.http.serving.backend import Backend
 from manylora.doors.http.serving.logs import log_to_stderr
@@ -33,8 +30,8 @@ SILENT_S, SILENT_REPORTS = 3.0, 3  # without reports for this long, a replica is
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 
 
-class ServerReplica:
-    """The server of `manylora serve` without HTTP."""
+class ServerReplica(Member):
+    """The server of `manylora serve` without HTTP. Its methods are called from other processes."""
 
     async def __init__(self, options: FleetOptions, threads: int | None = None) -> None:  # type: ignore[misc]
         """threads: of each of its ranks, if it has several."""
@@ -44,29 +41,15 @@ class ServerReplica:
 
         log_to_stderr(options.log_level)
         self._loop = asyncio.get_running_loop()
-        self._id = serve.get_replica_context().replica_id.unique_id
-        self._app = open_app(options, self._end)
+        app = open_app(options, self._end)
         self._running = contextlib.AsyncExitStack()
-        await self._running.enter_async_context(self._app.router.lifespan_context(self._app))
-        self._backend: Backend = self._app.state.routes.context.backend
-        self._member = Member(self._app, self._id)
+        await self._running.enter_async_context(app.router.lifespan_context(app))
+        self._backend: Backend = app.state.routes.context.backend
         self._numbers = count()
+        super().__init__(app, serve.get_replica_context().replica_id.unique_id)
 
-    async def answer(
-        self, call: RemoteRequest, *, adapter: str | None = None
-    ) -> AsyncIterator[list[Message]]:
-        """adapter: used by the router, which chose this replica by it."""
-        async for messages in self._member.answer(call):
-            yield messages
-
-    async def change(self, call: RemoteRequest) -> Changed:
-        return await self._member.change(call)
-
-    async def whole_answer(self, call: RemoteRequest) -> tuple[str, tuple[RemoteResponse, dict[str, Any]]]:
-        return self._id, (await self._member.whole_answer(call), self.record_routing_stats())
-
-    async def look(self, name: str, revision: int, drain_s: float) -> tuple[str, State]:
-        return self._id, await self._member.look(name, revision, drain_s)
+    async def reported_answer(self, call: RemoteRequest) -> tuple[str, tuple[Response, dict[str, Any]]]:
+        return self._name, (await self.whole_answer(call), self.record_routing_stats())
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Called by Ray's controller, which passes the result to every router."""

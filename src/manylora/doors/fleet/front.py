@@ -25,7 +25,6 @@ from manylora.doors.fleet.calls import LOST, NOT_TAKEN, Relay, call_all, not_tak
 from manylora.doors.fleet.member import (
     Changed,
     RemoteRequest,
-    RemoteResponse,
     change_response,
     fleet_status,
     merge_metrics,
@@ -40,7 +39,7 @@ from manylora.doors.http.serving import transport
 from manylora.doors.http.serving.keys import ApiKey, Keyring
 from manylora.doors.http.serving.metrics import CONTENT_TYPE
 
-Answers = dict[str, tuple[RemoteResponse, dict[str, Any]]]
+Answers = dict[str, tuple[Response, dict[str, Any]]]
 Handler = Callable[[Request], Awaitable[Response]]
 APPLICATION, DEPLOYMENT = "manylora", "Replicas"
 STATES_AGE_S = 1.0
@@ -192,14 +191,12 @@ class _Front:
         call = RemoteRequest.of(request)
         if request.method == "GET":  # replicas number their points differently, so request all of them
             call = replace(call, scope={**call.scope, "query_string": b""})
-        given, missing = await call_all(self._replicas, "whole_answer", call)
+        given, missing = await call_all(self._replicas, "reported_answer", call)
         if not given:
             raise ApiError(503, "engine_unavailable", "No replica answers at the moment", retry_after=1)
         for answer, _ in given.values():
-            if answer.status != 200:
-                refused = Response(answer.body, answer.status)
-                refused.raw_headers = answer.headers
-                return refused, given, missing
+            if answer.status_code != 200:
+                return answer, given, missing
         return None, given, missing
 
     async def reset_prefix_cache(self, request: Request) -> Response:
@@ -221,7 +218,7 @@ class _Front:
         lines += _gauge("manylora_fleet_replica_up", help_text, present)
         for name, text in Relay.COUNTERS.items():
             lines += [f"# HELP {name} {text}", f"# TYPE {name} counter", f"{name} {self._counts[name]}"]
-        merged = merge_metrics({answer.replica: answer.body.decode() for answer, _ in given.values()})
+        merged = merge_metrics({name: bytes(one.body).decode() for name, (one, _) in given.items()})
         return PlainTextResponse(merged + "\n".join(lines) + "\n", media_type=CONTENT_TYPE)
 
     async def cache(self, request: Request) -> Response:
@@ -229,8 +226,7 @@ class _Front:
         if refused is not None:
             return refused
         after = transport.query_number(request, "points_after")
-        answers, reports = [one for one, _ in given.values()], {name: one for name, (_, one) in given.items()}
-        status = fleet_status(answers, reports, await self._replica_states(), time.time(), after)
+        status = fleet_status(given, await self._replica_states(), time.time(), after)
         status["missing"] = list(missing)
         return JSONResponse(status, headers={"Cache-Control": "no-store"})
 

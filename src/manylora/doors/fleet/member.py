@@ -49,14 +49,6 @@ class RemoteRequest:
         return cls(scope, list(request.scope["headers"]), bytes(body), revision, received)
 
 
-@dataclass(frozen=True)
-class RemoteResponse:
-    replica: str
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-
-
 async def answer(app: ASGIApp, call: RemoteRequest) -> AsyncIterator[list[Message]]:
     """The ASGI messages of its response, in batches of all that are available. If the iterator is closed
     early, the application sees that the client disconnected."""
@@ -95,22 +87,23 @@ async def answer(app: ASGIApp, call: RemoteRequest) -> AsyncIterator[list[Messag
             task.cancel()
 
 
-async def whole_answer(app: ASGIApp, call: RemoteRequest, replica: str) -> RemoteResponse:
-    status, headers, body = 500, [], bytearray()
+async def whole_answer(app: ASGIApp, call: RemoteRequest) -> Response:
+    found, body = Response(status_code=500), bytearray()
     async for messages in answer(app, call):
         for one in messages:
             if one["type"] == "http.response.start":
-                status, headers = one["status"], list(one["headers"])
+                found.status_code, found.raw_headers = one["status"], list(one["headers"])
             else:
                 body += one.get("body", b"")
-    return RemoteResponse(replica, status, headers, bytes(body))
+    found.body = bytes(body)
+    return found
 
 
 @dataclass(frozen=True)
 class Changed:
     """The change made by a request. name: "": no change. revision: of the record after it."""
 
-    answer: RemoteResponse
+    answer: Response
     name: str
     revision: int
 
@@ -122,7 +115,10 @@ class Member:
         self._app, self._name = app, name
         self._shared: SharedAdapters | None = app.state.routes.context.shared
 
-    async def answer(self, call: RemoteRequest) -> AsyncIterator[list[Message]]:
+    async def answer(
+        self, call: RemoteRequest, *, adapter: str | None = None
+    ) -> AsyncIterator[list[Message]]:
+        """adapter: used by the router, which chose this server by it."""
         await self._follow(call)
         async for messages in answer(self._app, call):
             for one in messages:
@@ -130,32 +126,30 @@ class Member:
                     one["headers"] = [*one["headers"], (b"x-manylora-replica", self._name.encode())]
             yield messages
 
-    async def whole_answer(self, call: RemoteRequest) -> RemoteResponse:
+    async def whole_answer(self, call: RemoteRequest) -> Response:
         await self._follow(call)
-        return await whole_answer(self._app, call, self._name)
+        return await whole_answer(self._app, call)
 
     async def change(self, call: RemoteRequest) -> Changed:
         """The response to a request that may change adapters. The other servers have not followed yet."""
         assert self._shared is not None
         try:
             async with self._shared.changing():
-                found = await whole_answer(self._app, call, self._name)
+                found = await whole_answer(self._app, call)
                 name = self._shared.changed
             return Changed(found, name, self._shared.revision)
         except RequestError as error:
-            problem = as_api_error(error)
-            response = error_response(problem)
-            told = RemoteResponse(self._name, problem.status, response.raw_headers, bytes(response.body))
-            return Changed(told, "", self._shared.revision)
+            return Changed(error_response(as_api_error(error)), "", self._shared.revision)
 
-    async def look(self, name: str, revision: int, drain_s: float) -> State:
-        """Follow the record, then tell what the name means. drain_s: for requests of an unloaded adapter."""
+    async def look(self, name: str, revision: int, drain_s: float) -> tuple[str, State]:
+        """Follow the record, then tell what the name means, after this server's own name. drain_s: for
+        requests of an unloaded adapter."""
         assert self._shared is not None
         try:
             await self._shared.look(revision)
-            return await self._shared.state(name, drain_s)
+            return self._name, await self._shared.state(name, drain_s)
         except Exception as error:
-            return State(self._shared.revision, problem=as_api_error(error).message)
+            return self._name, State(self._shared.revision, problem=as_api_error(error).message)
 
     async def _follow(self, call: RemoteRequest) -> None:
         if self._shared is not None and call.revision > self._shared.revision:
@@ -171,7 +165,7 @@ def change_response(
     states: by replica. missing: replicas that have not answered. The others follow as soon as they can.
     """
     first = changed.answer
-    status, told = first.status, first.body
+    status, told = first.status_code, bytes(first.body)
     if status < HTTPStatus.BAD_REQUEST and changed.name:
         late = dict.fromkeys(missing, "it has not answered in time") | {
             replica: state.problem or "it does not know of the change yet"
@@ -193,7 +187,7 @@ def change_response(
             lines += [f"Not yet on replica {replica}: {reason}" for replica, reason in sorted(late.items())]
             told = "\n".join(lines).encode()
     merged = Response(told, status)
-    kept = [one for one in first.headers if one[0] != b"content-length"]
+    kept = [one for one in first.raw_headers if one[0] != b"content-length"]
     merged.raw_headers = [*kept, (b"content-length", str(len(told)).encode())]
     return merged
 
@@ -228,29 +222,28 @@ def merge_metrics(texts: Mapping[str, str]) -> str:
 
 
 def fleet_status(
-    answers: Sequence[RemoteResponse],
-    reports: Mapping[str, dict[str, Any]],
+    answers: Mapping[str, tuple[Response, dict[str, Any]]],
     states: Mapping[str, int],
     now: float,
     points_after: int = 0,
 ) -> dict[str, Any]:
     """The body of GET /v1/cache in a fleet. There is no single map; `replicas` says what each replica holds.
 
-    answers: of GET /v1/cache from each replica, with the names that the request's key may see. states: number
-    of replicas by Ray's name of their state. now: seconds since 1970. Points are numbered by it, so that all
-    endpoints of a fleet use the same numbers.
+    answers: of GET /v1/cache from each replica, with the names that the request's key may see, and its
+    report. states: number of replicas by Ray's name of their state. now: seconds since 1970. Points are
+    numbered by it, so that all endpoints of a fleet use the same numbers.
     """
-    bodies = {one.replica: json.loads(one.body) for one in answers}
+    bodies = {name: json.loads(bytes(one.body)) for name, (one, _) in sorted(answers.items())}
     counts: Counter[str] = Counter()
     replicas = []
-    for name, body in sorted(bodies.items()):
+    for name, body in bodies.items():
         counts.update(body["counts"])
         held = [
             {**_pick(one, "id", "name", "who"), "level": "device" if one["device"] else "host"}
             | _pick(one, "in_use")
             for one in body["adapters"]
         ]
-        own = _pick(reports[name], "pid", "capacity", "running", "waiting")
+        own = _pick(answers[name][1], "pid", "capacity", "running", "waiting")
         replicas.append({"replica": name, **own, "counts": body["counts"], "adapters": held})
     recent = [body["last_minute"] for body in bodies.values()]
     return {

@@ -3,7 +3,6 @@ cannot be sent ends its own request, and no generation goes on for a client that
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -11,19 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server_response import ServerResponse
+from server_response import Client, ServerResponse, Tensor, fail
 
 from manylora.doors.triton.bls import ClientRequest, StopWords, TextGenerator, Values
 from manylora.doors.triton.bls_worker import BlsWorker
-from manylora.doors.triton.server_types import FINAL
 from manylora.errors import RequestError
 from manylora.system.lifeline import Lifeline
-
-
-class Tensor:
-    def __init__(self, name: str, array: np.ndarray) -> None:
-        self.array = array
-        self.name, self.as_numpy, self.shape = (lambda: name), (lambda: array), (lambda: list(array.shape))
 
 
 class Models:
@@ -161,39 +153,6 @@ def test_speculation_ends_with_the_sequence_or_at_the_limit() -> None:
         assert text_of(run(Confirming(), asked, draft="draft")) == [text]
 
 
-class Client:
-    """A request as Triton hands it over, and its sender."""
-
-    def __init__(self, inputs: dict[str, np.ndarray], bad: int | None = None) -> None:
-        self._inputs, self._bad = inputs, bad  # bad: the response that cannot be sent
-        self.sent: list[Any] = []
-        self.done, self.cancelled = threading.Event(), False
-
-    def parameters(self) -> str:
-        return "{}"
-
-    def inputs(self) -> list[Tensor]:
-        return [Tensor(name, array) for name, array in self._inputs.items()]
-
-    def get_response_sender(self) -> Client:
-        return self
-
-    def is_cancelled(self) -> bool:
-        assert not self.done.is_set()  # the server ends when it is asked then
-        return self.cancelled
-
-    def send(self, response: Any = None, flags: int = 0) -> None:
-        if len(self.sent) == self._bad:
-            self._bad = None
-            raise RuntimeError("no shared memory is left")
-        if response is not None:
-            response.drop_unwanted()
-            response = response.content
-        self.sent.append(response)
-        if flags == FINAL:
-            self.done.set()
-
-
 def worker(models: Models, decoupled: bool = True) -> BlsWorker:
     answer = TextGenerator(models, "engine", None, False).answer
     server: Any = SimpleNamespace(call=models, respond=respond, fail=fail)
@@ -202,10 +161,6 @@ def worker(models: Models, decoupled: bool = True) -> BlsWorker:
 
 def respond(outputs: Values) -> ServerResponse:
     return ServerResponse(outputs["text_output"][0])
-
-
-def fail(error: Exception) -> ServerResponse:
-    return ServerResponse(str(error))
 
 
 def test_a_response_that_cannot_be_sent_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -46,17 +46,6 @@ def copied(image: str) -> list[str]:
     return [source for words in lines if not words[0].startswith("--from") for source in words[:-1]]
 
 
-def test_the_images_differ_in_torch_and_the_gpu_alone() -> None:
-    cpu, cuda = map(instructions, IMAGES)
-    (compiler,) = [one for one in cuda if "apt-get" in one[1]]
-    assert "gcc" in compiler[1], "the language of the GPU's kernels needs it"
-    common = [one for one in cuda if one[0] != "ENV" and one != compiler]
-    differing = [pair for pair in zip(cpu, common, strict=True) if pair[0] != pair[1]]
-    assert [one[0] for one, _ in differing] == ["ARG", "RUN"]
-    assert "openai]" in differing[1][0][1]
-    assert "openai,gpu]" in differing[1][1][1]
-
-
 @pytest.mark.parametrize("image", IMAGES)
 def test_what_an_image_copies_is_there_and_not_ignored(image: str) -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
@@ -138,14 +127,6 @@ def test_a_container_sees_what_its_command_names(name: str) -> None:
     compile(service["healthcheck"]["test"][3], name, "exec")
     build = service["build"]
     assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
-
-
-def test_the_gpu_file_is_laid_over_the_other() -> None:
-    over = yaml.safe_load((DEPLOY / "compose.cuda.yaml").read_text(encoding="utf-8"))["services"]
-    assert over.keys() == SERVICES.keys()
-    for one in over.values():
-        assert (ROOT / one["build"]["dockerfile"]).is_file()
-        assert one["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

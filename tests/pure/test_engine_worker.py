@@ -3,17 +3,14 @@ request, and the engine stops generating for it."""
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from server_response import ServerResponse
+from server_response import Client, ServerResponse, fail
 
 from manylora.doors.triton import engine_worker
 from manylora.doors.triton.engine_worker import EngineModelOptions, EngineWorker
-from manylora.doors.triton.server_types import FINAL
 from manylora.errors import EngineDeadError
 from manylora.request import Event, FinishReason, Request, RequestMetrics, Sink
 from manylora.stats import EngineStats
@@ -50,52 +47,13 @@ class Engine:
         pass
 
 
-class Client:
-    """A request as Triton hands it over, and its sender. bad: the response that cannot be sent."""
-
-    def __init__(self, bad: int | None = None, **more: Any) -> None:
-        inputs = {"input_ids": [[1, 2]], "input_lengths": [2], "request_output_len": [9], "streaming": [True]}
-        self._arrays = {name: np.array(value) for name, value in (inputs | more).items()}
-        self._bad, self.sent, self.done = bad, [], threading.Event()
-        self.cancelled: bool | Exception = False
-
-    def request_id(self) -> str:
-        return "same"
-
-    def parameters(self) -> str:
-        return "{}"
-
-    def inputs(self) -> list[Any]:
-        return [
-            SimpleNamespace(name=lambda n=name: n, as_numpy=lambda a=array: a)
-            for name, array in self._arrays.items()
-        ]
-
-    def get_response_sender(self) -> Client:
-        return self
-
-    def is_cancelled(self) -> bool:
-        assert not self.done.is_set()
-        if isinstance(self.cancelled, Exception):
-            raise self.cancelled
-        return self.cancelled
-
-    def send(self, response: Any = None, flags: int = 0) -> None:
-        if len(self.sent) == self._bad:
-            self._bad = None
-            raise RuntimeError("no shared memory is left")
-        response.drop_unwanted()
-        self.sent.append(response.content)
-        if flags == FINAL:
-            self.done.set()
+def asked(bad: int | None = None, **more: Any) -> Client:
+    inputs = {"input_ids": [[1, 2]], "input_lengths": [2], "request_output_len": [9], "streaming": [True]}
+    return Client(inputs | more, bad)
 
 
 def respond(outputs: Any) -> ServerResponse:
     return ServerResponse(dict(outputs)["output_ids"].reshape(-1).tolist() if outputs else [])
-
-
-def fail(error: Exception) -> ServerResponse:
-    return ServerResponse(str(error))
 
 
 def started(*clients: Client) -> tuple[Engine, EngineWorker]:
@@ -106,7 +64,7 @@ def started(*clients: Client) -> tuple[Engine, EngineWorker]:
 
 
 def test_a_response_that_cannot_be_sent_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
-    bad, good = Client(bad=1), Client()
+    bad, good = asked(bad=1), asked()
     engine, worker = started(bad, good)
     for token in (3, 4):
         engine.sinks[0](Event((token,), sequence_index=token))
@@ -121,7 +79,7 @@ def test_a_response_that_cannot_be_sent_ends_its_request_alone(caplog: pytest.Lo
 
 @pytest.mark.parametrize("cancelled", [True, RuntimeError("the server does not answer")])
 def test_a_client_that_has_left_ends_its_generation(cancelled: bool | Exception) -> None:
-    left, good = Client(), Client()
+    left, good = asked(), asked()
     engine, worker = started(left, good)
     left.cancelled = cancelled
     assert left.done.wait(60) and engine.cancelled == [0]
@@ -134,7 +92,7 @@ def test_a_trace_counts_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict[str, Any]] = []
     tracer = SimpleNamespace(record=lambda given, *rest: found.append(given), close=lambda: None)
     monkeypatch.setattr(engine_worker, "open_tracer", lambda: tracer)
-    client = Client(num_return_sequences=[2])
+    client = asked(num_return_sequences=[2])
     engine, worker = started(client)
     for index, count in enumerate((3, 4)):
         metrics = RequestMetrics(1, prompt_tokens=2, output_tokens=count)
@@ -147,8 +105,8 @@ def test_a_trace_counts_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stop_request_ends_all_of_its_id_and_a_wrong_one_is_refused() -> None:
-    first, second, wrong = Client(), Client(), Client(input_lengths=[7])
-    stop = Client(stop=[True])
+    first, second, wrong = asked(), asked(), asked(input_lengths=[7])
+    stop = asked(stop=[True])
     engine, worker = started(first, second, wrong, stop)
     for client in (first, second, wrong, stop):
         assert client.done.wait(60)

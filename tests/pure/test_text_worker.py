@@ -6,12 +6,10 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from server_response import ServerResponse
+from server_response import Client, ServerResponse
 
 from manylora.config.repository import engine_context
 from manylora.doors.triton.client_errors import check_parameters
@@ -21,29 +19,8 @@ from manylora.system.lifeline import Lifeline
 from manylora.system.text_threads import LONG
 
 
-class Sent:
-    """A request as Triton hands it over, and its sender."""
-
-    def __init__(self, length: int, parameters: str = "{}") -> None:
-        self.length, self._parameters = length, parameters
-        self.answered = threading.Event()
-        self.response: Any = None
-
-    def parameters(self) -> str:
-        return self._parameters
-
-    def inputs(self) -> list[Any]:
-        array = np.array([[self.length]])
-        return [SimpleNamespace(name=lambda: "length", as_numpy=lambda: array)]
-
-    def get_response_sender(self) -> Sent:
-        return self
-
-    def send(self, response: Any, flags: int) -> None:
-        assert flags == 1
-        response.drop_unwanted()
-        self.response = response.content
-        self.answered.set()
+def sent(length: int, parameters: str = "{}") -> Client:
+    return Client({"length": [[length]]}, parameters=parameters)
 
 
 def worker(respond: Any) -> TextWorker:
@@ -68,14 +45,14 @@ def test_a_short_text_is_answered_while_a_long_one_is_worked_on() -> None:
         assert length < LONG or may_end.wait(60)
         return [length]
 
-    long, huge = Sent(LONG), Sent(2**20)
+    long, huge = sent(LONG), sent(2**20)
     made = worker(work)
-    assert contents(made.execute([long, Sent(7), huge, Sent(8)])) == [None, [7], None, [8]]
-    assert contents(made.execute([Sent(9)])) == [[9]]
-    assert not long.answered.is_set() and not huge.answered.is_set()
+    assert contents(made.execute([long, sent(7), huge, sent(8)])) == [None, [7], None, [8]]
+    assert contents(made.execute([sent(9)])) == [[9]]
+    assert not long.done.is_set() and not huge.done.is_set()
     may_end.set()
     made.close()
-    assert (long.response, huge.response) == ([LONG], [2**20])
+    assert (long.sent, huge.sent) == ([[LONG]], [[2**20]])
 
 
 def test_a_failure_is_one_sentence_of_that_request_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -86,14 +63,14 @@ def test_a_failure_is_one_sentence_of_that_request_alone(caplog: pytest.LogCaptu
             raise RequestError("four is too many")
         return [1]
 
-    made, long = worker(work), Sent(LONG)
+    made, long = worker(work), sent(LONG)
     answers = contents(
-        made.execute([Sent(1), Sent(3), Sent(4), long, Sent(5, '{"request_type":"context_only"}')])
+        made.execute([sent(1), sent(3), sent(4), long, sent(5, '{"request_type":"context_only"}')])
     )
     made.close()
     assert answers[:4] == [[1], "reading failed on this request: IndexError", "four is too many", None]
     assert "request_type 'context_only' is not supported" in answers[4]
-    assert long.response == [1]
+    assert long.sent == [[1]]
     assert "/somewhere/on/the/server.py" in caplog.text  # for who runs it
 
 

@@ -1,5 +1,4 @@
-"""Protects the server under rude load: hundreds of streams cancelled, adapters of 300 MB, and a storm of
-random requests, right and wrong. MANYLORA_RANDOM_REQUESTS sets how many of each."""
+"""Protects answers in a storm of random requests. MANYLORA_RANDOM_REQUESTS sets how many."""
 
 from __future__ import annotations
 
@@ -7,15 +6,11 @@ import os
 import queue
 import random
 import time
-from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import tritonclient.grpc as grpc
 from servers import Running, World
 from test_server import ask, inputs, lora, tensor
@@ -27,7 +22,6 @@ AT_ONCE = 64
 
 @pytest.fixture
 def count(request: pytest.FixtureRequest) -> int:
-    """Of random requests, of each kind."""
     return int(os.environ.get("MANYLORA_RANDOM_REQUESTS", "200" if request.config.option.all else "80"))
 
 
@@ -54,12 +48,12 @@ class Drawn:
 
     values: dict[str, np.ndarray]
     adapter: int | None
-    reference: str = ""  # greedy, log probs, beams
+    reference: str = ""  # greedy, log probs
 
 
 @dataclass
 class Answer:
-    """rows: ids by sequence, or by beam, the best first. log_probs: of the last row that had some."""
+    """rows: ids by sequence. log_probs: of the last row that had some."""
 
     rows: list[list[int]]
     log_probs: list[float]
@@ -76,15 +70,10 @@ def random_request(picks: random.Random) -> Drawn:
     drawn = Drawn(values, picks.choice([None, 1, 2, 3, 4]))
     if drawn.adapter is not None:
         values |= lora(drawn.adapter)
-    drawn.reference = picks.choice(["greedy", "log probs", "beams", "", "", ""])
+    drawn.reference = picks.choice(["greedy", "log probs", "", "", ""])
     if drawn.reference == "log probs":
         values["return_log_probs"] = scalar(True, bool)
         values["streaming"] = scalar(picks.random() < 0.5, bool)
-    elif drawn.reference == "beams":
-        values["beam_width"] = scalar(picks.randint(2, 4), np.int32)
-        values["len_penalty"] = scalar(picks.choice([0.0, 1.0, 2.0]), np.float32)
-        values["early_stopping"] = scalar(picks.random() < 0.5, bool)
-        values["end_id"] = scalar(picks.randrange(272), np.int32)
     elif not drawn.reference:
         values |= random_sampling(picks)
     return drawn
@@ -147,13 +136,11 @@ def exchange(server: Running, batch: list[dict[str, np.ndarray]]) -> list[Answer
     ]
 
 
-def take(result: grpc.InferResult, rows: dict[tuple[int, int], list[int]]) -> None:
-    """Append what a response brings to the ids of its sequence, or of its beams."""
+def take(result: grpc.InferResult, rows: dict[int, list[int]]) -> None:
+    """Append what a response brings to the ids of its sequence."""
     index = result.as_numpy("sequence_index")
     sequence = 0 if index is None else int(index[0, 0])
-    ids, lengths = result.as_numpy("output_ids")[0], result.as_numpy("sequence_length")[0]
-    for beam, (row, length) in enumerate(zip(ids, lengths, strict=True)):
-        rows.setdefault((sequence, beam), []).extend(row[:length].tolist())
+    rows.setdefault(sequence, []).extend(result.as_numpy("output_ids")[0, 0].tolist())
 
 
 def errors_request(error: Exception, found: list, start: int, count: int) -> int:
@@ -166,8 +153,6 @@ def expected_answer(world: World, drawn: Drawn) -> Answer:
     adapter = world.adapters[drawn.adapter] if drawn.adapter else None
     values = drawn.values
     prompt, new = values["input_ids"][0].tolist(), int(values["request_output_len"][0, 0])
-    if drawn.reference == "beams":
-        return Answer(reference_beams(world.model, adapter, prompt, new, values), [])
     ids = reference_generate(world.model, adapter, prompt, new)
     if drawn.reference == "greedy":
         return Answer([ids], [])
@@ -175,40 +160,11 @@ def expected_answer(world: World, drawn: Drawn) -> Answer:
     return Answer([ids], [logits[len(prompt) + i - 1, token].item() for i, token in enumerate(ids)])
 
 
-def reference_beams(
-    model: Path, adapter: Path | None, prompt: list[int], new: int, values: dict[str, np.ndarray]
-) -> list[list[int]]:
-    end_id, width = int(values["end_id"][0, 0]), int(values["beam_width"][0, 0])
-    found = loaded(model, adapter).generate(
-        input_ids=torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=new,
-        do_sample=False,
-        num_beams=width,
-        num_return_sequences=width,
-        length_penalty=float(values["len_penalty"][0, 0]),
-        early_stopping=bool(values["early_stopping"][0, 0]),
-        eos_token_id=end_id,
-        pad_token_id=end_id,
-    )
-    rows = [row[len(prompt) :].tolist() for row in found]
-    return [row[: row.index(end_id)] if end_id in row else row for row in rows]
-
-
-@lru_cache
-def loaded(model: Path, adapter: Path | None) -> Any:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return (base if adapter is None else PeftModel.from_pretrained(base, str(adapter))).eval()
-
-
 def test_random_valid_requests_equal_the_reference_or_repeat_by_seed(
     server: Running, world: World, count: int
 ) -> None:
-    ids = [ask(server, inputs([9], 1, **lora(task_id, world))) for task_id in (1, 2, 3)]
-    assert ids
+    for task_id in (1, 2, 3):
+        ask(server, inputs([9], 1, **lora(task_id, world)))
     picks = random.Random(12)
     drawn = [random_request(picks) for _ in range(count)]
     answers = exchange(server, [one.values for one in drawn])
@@ -219,13 +175,9 @@ def test_random_valid_requests_equal_the_reference_or_repeat_by_seed(
     for place, i in enumerate(order):
         assert again[place].rows == answers[i].rows, drawn[i]
         np.testing.assert_allclose(again[place].log_probs, answers[i].log_probs, atol=1e-4)
-    checked = Counter()
     for one, answer in zip(drawn, answers, strict=True):
-        checked[one.reference or "by seed"] += 1
         if one.reference:
             expected = expected_answer(world, one)
             assert answer.rows == expected.rows, one
             if expected.log_probs:
                 np.testing.assert_allclose(answer.log_probs, expected.log_probs, atol=1e-3, err_msg=str(one))
-    print(f"{count} valid requests: {dict(checked)}")
-    assert len(checked) == 4

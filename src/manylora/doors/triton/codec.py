@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from manylora.doors.triton.server_types import Arrays, decode_word_list, refuse, utf8
-from manylora.doors.triton.tensor_table import REFUSED_INPUTS, SAMPLING_SCALARS
+from manylora.doors.triton.tensor_table import DTYPES, REFUSED_INPUTS, SAMPLING_SCALARS, STATISTICS
 from manylora.errors import RequestError
 from manylora.generation.sampling import parameters_of
 from manylora.generation.tokenizer import WINDOW
@@ -41,15 +41,6 @@ ONE_ADAPTER = (  # inputs that do not go with a mix
     "lora_task_id", "lora_name", "lora_weights", "lora_config", "lora_invocation_tokens", "lora_ckpt_source",
     "lora_version",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """A request, and how to write its answer. exclude_input: None: the model's default."""
-
-    request: Request
-    exclude_input: bool | None
-    statistics: bool
 
 
 @dataclass(frozen=True)
@@ -92,12 +83,14 @@ def decode_requests(
     decoupled: bool,
     has_encoder: bool = False,
     max_seq_len: int | None = None,
-) -> list[Decoded]:
-    """One request per item of the batch. Raises RequestError.
+    exclude_input: bool = False,
+    logits_dtype: str = "float32",
+) -> list[ResponseEncoder]:
+    """One request per item of the batch, with what answers it. Raises RequestError.
 
     max_seq_len: tokens of prompt and output; longer inputs are refused before they are read. has_encoder: the
     model reads input_ids with an encoder, and its decoder starts from decoder_input_ids. Decoder-only models
-    ignore a single one of the latter, which the ensemble always sends.
+    ignore a single one of the latter, which the ensemble always sends. exclude_input: unless an input says.
     """
     sizes = {name: len(array) for name, array in arrays.items()}
     batch = sizes.get("input_lengths", 1)
@@ -111,13 +104,20 @@ def decode_requests(
         raise RequestError(
             "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
         )
-    return [
-        _decode(_Item(arrays, index, max_seq_len), request_id, decoupled, has_encoder)
-        for index in range(batch)
-    ]
+    found = []
+    for index in range(batch):
+        item = _Item(arrays, index, max_seq_len)
+        request = _decode(item, request_id, decoupled, has_encoder)
+        place, exclude = (
+            index if batch > 1 else None,
+            bool(item.scalar("exclude_input_in_output", exclude_input)),
+        )
+        asked = [item.scalar(f"return_{name}", False) for name in ("perf_metrics", "kv_cache_reuse_stats")]
+        found.append(ResponseEncoder(request, place, exclude, any(asked), logits_dtype))
+    return found
 
 
-def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) -> Decoded:
+def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) -> Request:
     streaming = bool(item.scalar("streaming", False))
     sequences = item.scalar("num_return_sequences", 1)
     width = item.scalar("beam_width", 1) or 1
@@ -133,7 +133,7 @@ def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) ->
     start = _prompt(item, "decoder_input") or ()
     if len(start) > 1 and not has_encoder:
         raise RequestError("decoder_input_ids is for encoder-decoder models: leave it out")
-    request = Request(
+    return Request(
         prompt=start if has_encoder else prompt,
         encoder_prompt=prompt if has_encoder else (),
         params=_params(item, sequences, width),
@@ -145,9 +145,6 @@ def _decode(item: _Item, request_id: str, decoupled: bool, has_encoder: bool) ->
         retention=_retention(item),
         pooling=Pooling(mode or "last", head) if mode or head else None,
     )
-    exclude = item.scalar("exclude_input_in_output")
-    asked = [item.scalar(f"return_{name}", False) for name in ("perf_metrics", "kv_cache_reuse_stats")]
-    return Decoded(request, None if exclude is None else bool(exclude), any(asked))
 
 
 def _prompt(item: _Item, name: str) -> tuple[int, ...] | None:
@@ -444,16 +441,10 @@ def _text(text: str) -> np.ndarray:
 
 def _statistics(m: RequestMetrics) -> list[tuple[str, np.ndarray]]:
     rate = m.accepted_draft_tokens / m.draft_tokens if m.draft_tokens else 0.0
-    values: list[tuple[str, float, type]] = [
-        ("kv_cache_alloc_new_blocks", m.kv_new_blocks, np.int32),
-        ("kv_cache_reused_blocks", m.kv_reused_blocks, np.int32),
-        ("kv_cache_alloc_total_blocks", m.kv_taken_blocks, np.int32),
-        ("arrival_time_ns", m.arrival_ns, np.int64),
-        ("first_scheduled_time_ns", m.first_scheduled_ns, np.int64),
-        ("first_token_time_ns", m.first_token_ns, np.int64),
-        ("last_token_time_ns", m.last_token_ns, np.int64),
-        ("acceptance_rate", rate, np.float32),
-        ("total_accepted_draft_tokens", m.accepted_draft_tokens, np.int32),
-        ("total_draft_tokens", m.draft_tokens, np.int32),
+    values: list[float] = [m.kv_new_blocks, m.kv_reused_blocks, m.kv_taken_blocks]
+    values += [m.arrival_ns, m.first_scheduled_ns, m.first_token_ns, m.last_token_ns]
+    values += [rate, m.accepted_draft_tokens, m.draft_tokens]
+    return [
+        (one.name, np.array([[value]], DTYPES[one.dtype]))
+        for one, value in zip(STATISTICS, values, strict=True)
     ]
-    return [(name, np.array([[value]], dtype)) for name, value, dtype in values]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from manylora.doors.triton.server_types import encode_word_lists
-from manylora.doors.triton.tensor_table import SAMPLING_SCALARS, TENSORRT_LLM
+from manylora.doors.triton.tensor_table import DTYPES, SAMPLING_SCALARS, TENSORRT_LLM
 from manylora.errors import RequestError
 from manylora.request import (
     INVOCATION,
@@ -23,7 +23,6 @@ from manylora.request import (
 )
 
 Tensors = dict[str, np.ndarray]
-DTYPES = {"FP32": np.float32, "INT32": np.int32, "UINT64": np.uint64, "BOOL": np.bool_, "STRING": np.object_}
 TYPES = {tensor.name: DTYPES.get(tensor.dtype) for tensor in TENSORRT_LLM.inputs}
 USUAL = SamplingConfig()
 

@@ -210,16 +210,14 @@ class EngineWorker:
             self._cancel(call)
 
     def _submit(self, call: TritonCall, arrays: Arrays) -> None:
-        options, limits = self._options, (self._engine.has_encoder, self._engine.max_seq_len)
-        decoded = decode_requests(arrays, call.request_id, options.decoupled, *limits)
-        call.open = len(decoded)
+        engine, o = self._engine, self._options
+        asked = arrays, call.request_id, o.decoupled, engine.has_encoder, engine.max_seq_len
+        encoders = decode_requests(*asked, o.exclude_input, o.logits_dtype)
+        call.open = len(encoders)
         with self._lock:
             self._calls.add(call)
-        for index, one in enumerate(decoded):
-            exclude = options.exclude_input if one.exclude_input is None else one.exclude_input
-            place = index if len(decoded) > 1 else None
-            encoder = ResponseEncoder(one.request, place, exclude, one.statistics, options.logits_dtype)
-            call.tickets.append(self._engine.submit(one.request, partial(self._put, call, encoder)))
+        for encoder in encoders:
+            call.tickets.append(engine.submit(encoder.request, partial(self._put, call, encoder)))
 
     def _put(self, call: TritonCall, encoder: ResponseEncoder | None, event: Event) -> None:
         self._outbox.put((call, encoder, event))

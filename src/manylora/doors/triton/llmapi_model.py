@@ -22,6 +22,7 @@ from manylora.doors.triton.prompts import (
 )
 from manylora.doors.triton.server_types import Arrays, ServerRequest, refuse
 from manylora.doors.triton.shape_guard import read_inputs
+from manylora.doors.triton.tensor_table import DTYPES, LLMAPI
 from manylora.errors import RequestCancelledError, RequestError
 from manylora.generation.decoding import with_defaults
 from manylora.generation.sampling import SamplingParams, parameters_of
@@ -33,6 +34,7 @@ ALONE = ("lora_id", "lora_name", "lora_path", "lora_ckpt_source")  # inputs that
 MAX_SAMPLES = 128
 EXTRAS = ("return_finish_reason", "return_stop_reason", "return_cumulative_logprob")
 REUSED, TAKEN = "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks"  # outputs of the engine
+KINDS = {one.name: DTYPES[one.dtype] for one in LLMAPI.outputs}
 RENAMED = {"kv_cache_reused_block": REUSED, "kv_cache_missed_block": TAKEN}
 
 
@@ -132,8 +134,7 @@ def _response(answer: Answer, asked: PromptRequest, extras: set[str], prompt: st
     if engine:
         sources = {name: name for name in engine if name != REUSED} | RENAMED
         for name, source in sources.items():
-            kind = np.int64 if name.endswith("_ns") else np.float32 if name.endswith("_rate") else np.int32
-            found[name] = np.array([engine[source]], kind)
+            found[name] = np.array([engine[source]], KINDS[name])
         reused, missed = engine[REUSED], engine[TAKEN]
         found["kv_cache_hit_rate"] = np.array([reused / max(1, reused + missed)], np.float32)
     return found

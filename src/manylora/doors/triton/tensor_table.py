@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from manylora.generation.sampling import PARAMETERS, parameters_of
+
+DTYPES: dict[str, type] = {
+    "FP32": np.float32, "INT32": np.int32, "INT64": np.int64, "UINT64": np.uint64, "BOOL": np.bool_,
+    "STRING": np.object_,
+}  # fmt: skip
+"""NumPy's, for those that we make."""
 
 
 @dataclass(frozen=True)

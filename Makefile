@@ -66,7 +66,7 @@ bench-peers: $(VENV)/.dev $(PEERS:%=build/%/.installed) ## compare the engine wi
 	@$(BIN)/python benchmarks/peers.py --peers openvino,llama.cpp --python openvino=build/openvino/bin/python \
 	  --python llama.cpp=build/llamacpp/bin/python --keep build/peers --json build/peers.json $(BENCH_ARGS)
 
-chaos: $(VENV)/.test ## test a service under kills, hostile requests and bad connections (CHAOS_ARGS=...); 6 minutes
+chaos: $(VENV)/.test ## test a service under kills, hostile requests and bad connections (CHAOS_ARGS=...); 5 minutes
 	@$(BIN)/python tests/chaos $(CHAOS_ARGS)
 
 replay: $(VENV)/.test ## compare what each door answers with its record (RECORD=1 writes it; BITS=FOLDER for all bits)

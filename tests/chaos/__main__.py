@@ -1,6 +1,6 @@
 """Attacks on a running service, bounded: kills, hostile requests, clients that wait or are slow.
 
-    make chaos                                    everything, in about 6 minutes
+    make chaos                                    everything, in about 5 minutes
     .venv/bin/python tests/chaos --only kills --kills 100 --seed 7
 
 Prints a line of figures for each part and what went wrong, and ends with 1 if anything did.

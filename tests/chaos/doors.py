@@ -8,12 +8,10 @@ from __future__ import annotations
 import http.client
 import json
 import random
-import socket
 import struct
 
 import grpc
 import tritonclient.grpc as triton
-from gateway import Gateway
 from tritonclient.grpc import service_pb2
 
 WORDS = [
@@ -54,8 +52,6 @@ OUTPUTS = {
     "tensorrt_llm": ["output_ids", "finish_reason"], "preprocessing": ["INPUT_ID"],
     "postprocessing": ["OUTPUT"], "tensorrt_llm_bls": ["text_output"], "ensemble": ["text_output"],
 }  # fmt: skip
-
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
 def value(picks: random.Random, depth: int = 0) -> object:
@@ -185,62 +181,3 @@ def manage(port: int, picks: random.Random) -> str:
         ]
     )
     return post(port, f"/v2/{path}", json.dumps(body).encode())
-
-
-def chat(gateway: Gateway, picks: random.Random) -> str:
-    path, body = picks.choice(
-        [
-            ("/v1/completions", {"model": "demo", "prompt": "Where is", "max_tokens": 4}),
-            (
-                "/v1/chat/completions",
-                {"model": "chinese", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
-            ),
-            ("/tokenize", {"prompt": "a"}),
-            ("/detokenize", {"tokens": [1]}),
-            ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/etc"}),
-        ]
-    )
-    if picks.random() < 0.1:
-        return post(gateway.port, path, picks.choice(RAW), {"Content-Type": "application/json"})
-    fields = [
-        *body,
-        "n",
-        "best_of",
-        "stop",
-        "logit_bias",
-        "logprobs",
-        "top_logprobs",
-        "tools",
-        "response_format",
-        "seed",
-    ]
-    changed: dict[str, object] = dict(body)
-    for field in picks.sample(fields, picks.randint(1, 3)):
-        changed[field] = value(picks)
-    if picks.random() < 0.1:
-        changed["guided_regex"] = picks.choice(GUIDES)
-    return post(gateway.port, path, json.dumps(changed).encode(), {"Content-Type": "application/json"})
-
-
-def raw(gateway: Gateway, picks: random.Random) -> str:
-    """Bytes that are hardly HTTP; some connections are left half sent."""
-    lines = picks.choice(
-        [
-            b"GET / HTTP/1.1\r\nHost: a\r\n" + b"x: y\r\n" * picks.choice([1, 100, 5000]) + b"\r\n",
-            b"GET /" + b"a" * picks.choice([10, 100_000]) + b" HTTP/1.1\r\n\r\n",
-            POST + b"Content-Length: 1000000000000\r\n\r\n{",
-            POST + b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFF\r\n{",
-            b"GET /health HTTP/1.1\r\nX: " + b"a" * picks.choice([10, 1_000_000]) + b"\r\n\r\n",
-            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\x00" * 1000,
-            b"GET / HTTP/9.9\r\n\r\n", b"GET ",
-            b"POST /v1/load_lora_adapter HTTP/1.1\r\nHost: attacker.example\r\nContent-Length: 2\r\n\r\n{}",
-        ]
-    )  # fmt: skip
-    with socket.create_connection(("127.0.0.1", gateway.port), timeout=5) as connection:
-        connection.sendall(lines)
-        if picks.random() < 0.5:
-            return ""
-        try:
-            return connection.recv(65536).decode(errors="replace")
-        except TimeoutError:
-            return ""

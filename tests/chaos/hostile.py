@@ -8,14 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import grpc
-from doors import chat, generate, infer, infer_grpc, manage, raw
-from gateway import Gateway
+from doors import generate, infer, infer_grpc, manage
 from neighbour import clients
-from service import ANSWERS, Service, resident
+from service import Service, resident
 
 AT_ONCE = 8
 GAP_S = 5.0
@@ -26,7 +24,7 @@ Door = Callable[[random.Random], str]
 
 
 def run(folder: Path, picks: random.Random, count: int) -> list[str]:
-    """Half of `count` at Triton's doors, half at those of `manylora serve`. Returns what went wrong."""
+    """`count` of them. Returns what went wrong."""
     service = Service(folder)
     service.start()
     service.wait_until_right()
@@ -36,15 +34,9 @@ def run(folder: Path, picks: random.Random, count: int) -> list[str]:
         lambda picks: infer_grpc(service.server.grpc, picks),
         lambda picks: manage(service.server.http, picks),
     ]
-    wrong = attack("requests: Triton", doors, picks, count // 2, service.stream, service.processes)
+    wrong = attack("requests: Triton", doors, picks, count, service.stream, service.processes)
     service.wait_until_right()
     service.stop()
-    with Gateway(folder) as gateway:
-        served = [chat, raw]
-        doors = [partial(door, gateway) for door in served]
-        wrong += attack("requests: serve", doors, picks, count // 2, gateway.stream, gateway.processes)
-        if not gateway.is_right() or "".join(gateway.stream("demo:chinese", 8, None)) != ANSWERS["chinese"]:
-            wrong.append("serve does not answer right afterwards")
     return wrong
 
 

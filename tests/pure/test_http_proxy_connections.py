@@ -156,18 +156,6 @@ def test_what_follows_chunks_is_not_answered(front: Run, end: bytes) -> None:
     front(test)
 
 
-def test_an_upgrade_is_ignored_and_a_tunnel_refused_once(front: Run) -> None:
-    async def test(made: Front) -> None:
-        h2c = b"Upgrade: h2c", b"Connection: Upgrade, HTTP2-Settings", b"HTTP2-Settings: AAMAAABkAAQAAP"
-        assert await answer(await made.client(post(b'"a"', *h2c))) == b'"a"'
-        assert b"pgrade" not in made.server.heads[0]
-        said = await made.ask(b"CONNECT x:80 HTTP/1.1\r\nHost: x:80\r\n\r\n")
-        assert said.startswith(b"HTTP/1.1 400 ")
-        assert said.count(b"HTTP/1.1 ") == len(made.server.heads) == 1
-
-    front(test)
-
-
 def test_a_request_may_come_in_any_pieces(front: Run) -> None:
     async def test(made: Front) -> None:
         client = await made.client()

@@ -58,6 +58,9 @@ def test_every_template_is_filled_and_whole(tmp_path: Path) -> None:
     assert parameters(repo)["gpt_model_path"] == str(MODEL)
     assert parameters(repo)["lora_catalog_dir"] == str(ADAPTERS)
     assert "lora_prefetch_dir" not in parameters(repo)
+    shutil.copytree(ADAPTERS / "chinese", tmp_path / "loras" / "17")
+    numbered = written(tmp_path / "numbered", "--lora-root", tmp_path / "loras")
+    assert parameters(numbered)["lora_prefetch_dir"] == str(tmp_path / "loras"), "numbers are task ids"
     assert "max_num_sequences" not in parameters(repo)
 
 
@@ -79,12 +82,6 @@ def test_it_is_what_the_five_lines_of_upstream_write(tmp_path: Path) -> None:
         for one in (found, expected):
             one.parameters.clear()
         assert found == expected
-
-
-def test_adapters_in_folders_that_are_numbers_have_task_ids(tmp_path: Path) -> None:
-    shutil.copytree(ADAPTERS / "chinese", tmp_path / "loras" / "17")
-    repo = written(tmp_path / "repo", "--lora-root", tmp_path / "loras")
-    assert parameters(repo)["lora_prefetch_dir"] == str(tmp_path / "loras")
 
 
 def test_values_reach_every_model_that_has_them(tmp_path: Path) -> None:
@@ -129,18 +126,6 @@ def test_what_is_wrong_is_one_line_and_nothing_is_written(
     assert not (tmp_path / "repo").exists()
 
 
-def test_a_model_of_the_hub_is_asked_for_by_its_id(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert main(["repo", "somebody/nothing", "-o", "repo"]) == 1
-    said = capsys.readouterr().err
-    assert "somebody/nothing" in said
-    assert said.count("\n") == 1
-
-
 def test_templates_that_were_filled_in_place_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,14 +167,6 @@ def test_triton_says_which_flags_go_together(
 ) -> None:
     assert main(["triton", *shlex.split(arguments)]) == 1
     assert words in capsys.readouterr().err
-
-
-def test_scripts_run_by_the_names_they_have_upstream(tmp_path: Path) -> None:
-    file = tmp_path / "config.pbtxt"
-    file.write_text("x: ${one}", encoding="utf-8")
-    command = [Path(sys.executable).parent / "manylora", "tool", "fill_template.py", "-i", file, "one:1"]
-    subprocess.run(command, check=True, cwd=tmp_path)
-    assert file.read_text(encoding="utf-8") == "x: 1"
 
 
 def test_every_script_is_listed_and_an_unknown_one_named(capsys: pytest.CaptureFixture) -> None:

@@ -48,7 +48,6 @@ def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     adapter(path / "ours" / "ends", generation_config=ends)
     adapter(path / "ours" / "stops", generation_config={"stop_strings": ["巴黎"], "temperature": 0})
     adapter(path / "ours" / "hot", generation_config={"temperature": 20.0})
-    adapter(path / "ours" / "bad", generation_config={"num_beams": 4})
     adapter(path / "prefetch" / "7", tokenizer=own, generation_config=ends)
     adapter(path / "theirs" / "stranger", tokenizer=own, generation_config=ends)
     (path / "ours" / "linked").symlink_to(path / "theirs" / "stranger")
@@ -140,17 +139,6 @@ def test_the_models_of_other_projects_use_them_too(server: Running) -> None:
     assert ask(server, "vllm_model", PROMPT, lora_name="sql", sampling=given) == 2 * TOKEN
     assert TOKEN not in ask(server, "vllm_model", PROMPT, lora_name="linked", sampling=given)
     assert len(ask(server, "llmapi", PROMPT, lora_id=7)) == 1
-
-
-@pytest.mark.parametrize("model", [*CHAIN, "llmapi"])
-def test_one_with_wrong_files_is_refused_by_name(server: Running, model: str) -> None:
-    body = {"text_input": PROMPT, "max_tokens": 4, "lora_name": "bad"}
-    if model == "llmapi":
-        body["sampling_param_max_tokens"] = body.pop("max_tokens")
-    status, told = post(server, f"{model}/generate", **body)
-    assert status != 200
-    assert "bad" in told and "num_beams is not supported" in told
-    assert str(ROOT) not in told
 
 
 def test_preprocessing_says_what_it_made(server: Running) -> None:

@@ -67,14 +67,6 @@ def test_an_adapter_by_its_name_and_the_tier_it_was_found_in(server: Running, wo
     [base] = ask(server, inputs())
     assert base.as_numpy("lora_cache_tier") is None
     assert base.as_numpy("finish_reason")[0, 0] == b"length"
-    for name, words in (
-        ("nobody", "'nobody' is not in this server's catalog"),
-        ("../a1", "is not in this"),
-    ):
-        with pytest.raises(InferenceServerException, match=words):
-            ask(server, inputs(lora_name=np.array([[name.encode()]], np.object_)))
-    with pytest.raises(InferenceServerException, match="lora_name stands alone"):
-        ask(server, inputs(lora_name=np.array([[b"tiny-three"]], np.object_), **lora(1)))
     with pytest.raises(InferenceServerException, match="is not a checkpoint of kind nemo"):
         named = {"lora_name": np.array([[b"tiny-three"]], np.object_)}
         ask(server, inputs(**named, lora_ckpt_source=np.array([[b"nemo"]], np.object_)))
@@ -99,7 +91,6 @@ def test_metrics_have_upstreams_names_and_true_values(server: Running, world: Wo
         assert key in after, f"{key} not among {[k for k in after if k.startswith(name)]}"
         return after[key] - before.get(key, 0)
 
-    now = {"model": "tensorrt_llm", "version": "1"}
     assert grown("manylora_adapter_requests_total", adapter="2", finish_reason="length") == 3
     assert grown("manylora_adapter_tokens_total", adapter="2", kind="prompt") == 3 * len(PROMPT)
     assert grown("manylora_adapter_tokens_total", adapter="2", kind="output") == 3 * NEW
@@ -120,7 +111,7 @@ def test_metrics_have_upstreams_names_and_true_values(server: Running, world: Wo
     assert len(info) == 1, "one label set at a time"
     running = info[0].split('running_lora_adapters="')[1].split('"')[0].split(",")
     assert "2" in running
-    assert now["model"] in info[0]
+    assert 'model="tensorrt_llm"' in info[0]
 
 
 def bls(server: Running, **body: Any) -> dict:

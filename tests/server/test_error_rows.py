@@ -1,5 +1,5 @@
-"""Protects the error texts that clients match: every row of TensorRT-LLM's LoRA checks and of the request
-checks, each told to its one request, while the server goes on."""
+"""Protects the error texts that clients match: every row of TensorRT-LLM's LoRA checks, each told to its one
+request, while the server goes on."""
 
 from __future__ import annotations
 
@@ -59,16 +59,6 @@ def scalar(value: Any, dtype: type) -> np.ndarray:
     return np.array([[value]], dtype)
 
 
-REQUEST_ROWS = {
-    "lengths": ({"input_lengths": scalar(9, np.int32)}, "Invalid input_ids length. Expected length 9"),
-    "batch sizes": ({"runtime_top_k": np.ones((2, 1), np.int32)}, "batch size"),
-    "ignored": ({"prompt_ignore_length": scalar(-1, np.int32)}, "prompt_ignore_length must be >= 0"),
-    "guide type": ({"guided_decoding_guide_type": np.array([["yaml"]], object),
-                    "guided_decoding_guide": np.array([["a"]], object)},
-                   "guided_decoding_guide_type must be one of json, json_schema, regex, ebnf_grammar"),
-}  # fmt: skip
-
-
 def request(extra: dict) -> list[grpc.InferInput]:
     made = {
         "input_ids": np.array([PROMPT], np.int32),
@@ -78,9 +68,9 @@ def request(extra: dict) -> list[grpc.InferInput]:
     return [tensor(name, value) for name, value in (made | extra).items()]
 
 
-@pytest.mark.parametrize("row", [*LORA_ROWS, *REQUEST_ROWS])
+@pytest.mark.parametrize("row", LORA_ROWS)
 def test_every_row_reaches_its_request_with_its_text(server: Running, row: str) -> None:
-    extra, words = (LORA_ROWS | REQUEST_ROWS)[row]
+    extra, words = LORA_ROWS[row]
     with pytest.raises(InferenceServerException) as caught:
         ask(server, request(extra))
     assert words in str(caught.value)
@@ -95,9 +85,9 @@ def test_what_is_refused_is_counted(server: Running) -> None:
     """Triton itself counts an error of a Python model as a success."""
     name = 'manylora_adapter_requests_total{adapter="other",finish_reason="error",model="tensorrt_llm",'
     before = scrape(server)
-    for row in ("lengths", "unknown id"):
+    for row in ("no id", "unknown id"):
         with pytest.raises(InferenceServerException):
-            ask(server, request((LORA_ROWS | REQUEST_ROWS)[row][0]))
+            ask(server, request(LORA_ROWS[row][0]))
     after = scrape(server)
     [grown] = [value - before.get(key, 0) for key, value in after.items() if key.startswith(name)]
     assert grown == 2
@@ -120,7 +110,7 @@ def test_bad_adapters_among_good_streams_leave_them_alone(server: Running) -> No
     """Every bad row at once with a good request between each two: the good ones answer as alone."""
     alone = new_ids(ask(server, request({})))
     answers: queue.Queue = queue.Queue()
-    rows = [extra for extra, _ in (LORA_ROWS | REQUEST_ROWS).values() if "runtime_top_k" not in extra]
+    rows = [extra for extra, _ in LORA_ROWS.values()]
     with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         for number, extra in enumerate(rows):

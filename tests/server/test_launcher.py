@@ -122,9 +122,14 @@ def test_a_start_that_hangs_ends_with_the_reason(world: World, tmp_path: Path) -
 
 def test_a_start_that_cannot_work_says_why(world: World, tmp_path: Path) -> None:
     repo = fill_repo(tmp_path / "repo", world.model, lora_cache_max_adapter_size="many")
-    failed = new_server(repo).launch("--exit_timeout=60")  # cut off, it ends by a signal
-    assert failed.returncode == 1
-    assert "parameter lora_cache_max_adapter_size must be a whole number, got 'many'" in failed.stderr
+    secret = tmp_path / "secret"
+    secret.write_text("abc", encoding="utf-8")
+    for flag, words in (
+        ("--exit_timeout=60", "parameter lora_cache_max_adapter_size must be a whole number, got 'many'"),
+        (f"--management-secret-file={secret}", "must hold 16 or more letters"),
+    ):
+        failed = new_server(repo).launch(flag)
+        assert failed.returncode == 1 and words in failed.stderr
 
 
 def refusal(server: Running, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -141,12 +146,9 @@ def refusal(server: Running, capsys: pytest.CaptureFixture[str], *flags: str) ->
     ("flags", "words"),
     [
         (("--world_size=0",), "--world_size must be at least 1"),
-        (("--multi-model",), "--multi-model"),
         (("--multi-model", "--disable-spawn-processes"), "--multi-model"),
         (("--disable-spawn-processes",), "--disable-spawn-processes belongs to --multi-model"),
         (("--trtllm_llmapi_launch",), "--trtllm_llmapi_launch starts a process for each GPU"),
-        (("--oversubscribe",), "--oversubscribe is an option of mpirun"),
-        (("--exit_timeout=0",), "--exit_timeout must be at least 1, got 0"),
         (("--metrics_port=8009", "--grpc_port=8009"), "--grpc_port and --metrics_port are both 8009"),
         (("--grpc_port=70000",), "--grpc_port must be in 1 to 65535, got 70000"),
         (("--model_repo=/nowhere",), "holds no"),
@@ -173,7 +175,7 @@ def test_an_executable_that_cannot_be_started_is_named(
     assert said == f"--tritonserver {path} {words}\n"
 
 
-@pytest.mark.parametrize("address", ["203.0.113.9", "[::1]", "nowhere.invalid"])
+@pytest.mark.parametrize("address", ["203.0.113.9", "[::1]"])
 def test_an_address_of_another_machine_is_named(
     server: Running, address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

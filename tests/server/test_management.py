@@ -104,11 +104,3 @@ def test_nothing_is_started_where_somebody_else_may_have_laid_something(tmp_path
             assert "is not a directory that only this user can use" in refused.stderr
     finally:
         trap.run_dir.unlink()
-
-
-def test_a_secret_of_ones_own_is_checked(server: Running, tmp_path: Path) -> None:
-    short = tmp_path / "secret"
-    short.write_text("abc", encoding="utf-8")
-    refused = new_server(server.repo).launch(f"--management-secret-file={short}")
-    assert refused.returncode == 1
-    assert "must hold 16 or more letters" in refused.stderr

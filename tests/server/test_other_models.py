@@ -99,17 +99,11 @@ def test_adapters_by_name_take_turns_in_a_cache_of_two(
     answers = {name: expected(world, folders[name] if name else None) for name in (None, *NAMES)}
     assert len(set(answers.values())) == 5
     assert found == [answers[name] for name in cases]
-    inputs = {"text_input": words(TEXT), "sampling_param_max_tokens": np.array([NEW], np.int32)}
-    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
-        for name in (*NAMES, *NAMES):
-            more = {
-                "lora_id": np.array([9], np.uint64),
-                "lora_name": words(name),
-                "lora_path": words(str(folders[name])),
-                "sampling_param_exclude_input_from_output": np.array([True]),
-            }
-            result = client.infer("llmapi", [tensor(n, v) for n, v in (inputs | more).items()])
-            assert result.as_numpy("text_output")[0].decode().startswith(answers[name][:1])
+    more = {"sampling_param_max_tokens": NEW, "sampling_param_exclude_input_from_output": True, "lora_id": 9}
+    for name in (*NAMES, *NAMES):
+        given = {"text_input": TEXT, "lora_name": name, "lora_path": str(folders[name]), **more}
+        status, text = post(server, "llmapi/generate", **given)
+        assert status == 200 and json.loads(text)["text_output"].startswith(answers[name][:1])
     wait_for("the metrics of the last seconds", lambda: evictions(server) > 4)
 
 
@@ -130,31 +124,6 @@ def test_their_processes_wait_for_mutexes_without_pythons_lock(server: Running) 
     ]
     assert len(found) == 1 and "lock_guard" in found[0]
     assert "its mutexes are as they were" not in (server.run_dir / "server.log").read_text()
-
-
-@pytest.mark.quick
-def test_a_stream_over_grpc_and_over_http_is_the_whole_answer(
-    server: Running, world: World, folders: dict[str, Path]
-) -> None:
-    whole = expected(world, folders["three"])
-    given = json.dumps(GREEDY | {"lora_name": "three", "logprobs": 1})
-    flags = ("return_finish_reason", "return_logprobs", "return_num_input_tokens", "return_num_output_tokens")
-    inputs = {"text_input": words(TEXT), "stream": np.array([True]), "sampling_parameters": words(given)}
-    results = stream(server, "vllm_model", inputs | {name: np.array([True]) for name in flags})
-    assert b"".join(one.as_numpy("text_output")[0] for one in results).decode() == whole
-    assert [one.as_numpy("finish_reason")[0] for one in results][-1] == b"length"
-    assert {one.as_numpy("num_input_tokens")[0] for one in results} == {
-        len(Tokenizer(world.model).encode(TEXT))
-    }
-    assert sum(one.as_numpy("num_output_tokens")[0] for one in results) == NEW
-    rows = [row for one in results for row in json.loads(one.as_numpy("logprobs")[0])]
-    assert len(rows) == NEW
-    assert all(entry["rank"] == 1 for row in rows for entry in row.values())
-    body = {"text_input": TEXT, "stream": True, "sampling_parameters": given}
-    status, text = post(server, "vllm_model/generate_stream", **body)
-    assert status == 200
-    lines = [json.loads(line[6:]) for line in text.split("\n\n") if line.strip()]
-    assert "".join(line["text_output"] for line in lines) == whole
 
 
 def test_parameters_of_the_request_stand_in_for_the_input(server: Running, world: World) -> None:

@@ -7,7 +7,6 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from servers import INVOKE, Named, Running, World
 from test_other_models import expected, post, stream, vllm
 from test_server import ask, inputs, new_ids
 from tiny_models import reference_generate
-from tritonclient.utils import InferenceServerException
 
 from manylora.generation.tokenizer import Tokenizer
 
@@ -79,21 +77,6 @@ def test_pooled_outputs_over_http(server: Running, world: World, named: Named) -
     assert status == 200, told
     assert near(np.array(json.loads(told)["pooled_output"], np.float32), logits(named.labels, prompt))
     assert near(pooled(server, prompt, mode="all"), hidden(world.model, prompt))
-
-
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "vllm_model", "llmapi"])
-@pytest.mark.parametrize("more", [{"pooling": "last"}, {"classification_head": True}])
-def test_models_for_text_refuse_pooled_requests_by_name(
-    model: str, more: dict[str, Any], server: Running
-) -> None:
-    [name] = more
-    body: dict[str, Any] = {"vllm_model": {"text_input": "Hello"}, "llmapi": LLMAPI}.get(model, TEXT)
-    status, told = post(server, f"{model}/generate", **body, **more)
-    assert status != 200
-    assert name in json.loads(told)["error"]
-    values = {"pooling": np.array([[b"last"]], np.object_), "classification_head": np.array([[True]])}
-    with pytest.raises(InferenceServerException, match=name):
-        stream(server, model, {"text_input": np.array([[b"Hello"]], np.object_), name: values[name]})
 
 
 def test_embeddings_of_vllms_model(server: Running, world: World) -> None:

@@ -7,13 +7,10 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -124,37 +121,17 @@ def served(hosts: Hosts, world: World, tmp_path_factory: pytest.TempPathFactory)
     assert not server.run_dir.exists()
 
 
-def over_http(server: Running, task: int) -> list[int]:
-    """Of an adapter that is in the cache."""
-    body = {
-        "input_ids": PROMPT,
-        "input_lengths": len(PROMPT),
-        "request_output_len": NEW,
-        "lora_task_id": task,
-    }
-    url = f"http://127.0.0.1:{server.http}/v2/models/tensorrt_llm/generate"
-    found = json.loads(urllib.request.urlopen(url, json.dumps(body).encode(), timeout=60).read())
-    return found["output_ids"]
-
-
 def check_answers(server: Running, world: World) -> None:
-    """Together, of the base and of adapters over gRPC and HTTP."""
+    """Together, of the base and of adapters."""
 
     def answer(task: int | None) -> list[int]:
         return new_ids(ask(server, inputs(**({} if task is None else lora(task, world)))))
 
-    expected: dict[int | None, list[int]] = {}
-    for task in (None, 1, 2, 3):
-        adapter = None if task is None else world.adapters[task]
-        expected[task] = [*PROMPT, *reference_generate(world.model, adapter, PROMPT, NEW)]
     tasks = [None, 1, 2, 3, None, 2, 1]
-    with ThreadPoolExecutor(2 * len(tasks)) as pool:
+    with ThreadPoolExecutor(len(tasks)) as pool:
         for task, found in zip(tasks, pool.map(answer, tasks), strict=True):
-            assert found == expected[task], task
-        again = pool.map(answer, tasks)
-        for task, found in zip((1, 2, 3), pool.map(partial(over_http, server), (1, 2, 3)), strict=True):
-            assert found == expected[task], task
-        assert list(again) == [expected[task] for task in tasks]
+            adapter = None if task is None else world.adapters[task]
+            assert found == [*PROMPT, *reference_generate(world.model, adapter, PROMPT, NEW)], task
 
 
 def test_answers_are_those_of_one_process(served: Served, world: World) -> None:
@@ -229,34 +206,3 @@ def test_what_does_not_belong_together_is_named_on_both_hosts(
     for code, text in said:
         assert code == 1
         assert "rank 1 was started with another max_batch_size than rank 0: 3, rank 0 has 8" in text
-
-
-def test_torchrun_starts_the_ranks_of_one_host_and_ends_them(world: World, tmp_path: Path) -> None:
-    """Its own store outlives each start of the ranks. No namespaces are needed."""
-    repo = fill_repo(tmp_path / "repo", world.model, lora_weights_data_type="TYPE_FP32")
-    server = new_server(repo)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, *server.command("--world_size=2")[1:]]
-    log = (tmp_path / "log").open("w")
-    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    follower_dir = server.run_dir.with_name(f"{server.run_dir.name}-rank1")
-
-    def ready() -> bool:
-        return server.launch("--status").returncode == 0
-
-    try:
-        wait_for("the service", ready, BACK_S)
-        check_answers(server, world)
-        before = server.state()["server"]
-        rank = follower(server, "1")
-        os.kill(rank["server"], signal.SIGKILL)
-        wait_for("the service is back", lambda: is_back(server, before), BACK_S)
-        check_answers(server, world)
-        assert follower(server, "1")["supervisor"] == rank["supervisor"]
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-        wait_for("all has ended", lambda: not server.run_dir.exists() and not follower_dir.exists())
-    finally:
-        server.launch("--stop")
-        process.kill()
-        log.close()

@@ -8,7 +8,6 @@ import json
 
 import grpc
 import numpy as np
-import pytest
 from launched import goes_on, processes
 from servers import Running
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -104,9 +103,6 @@ def test_an_impossible_shape_is_refused_and_no_process_dies(server: Running) -> 
             assert inner in error
     for model, inputs in GOOD.items():
         assert over_grpc(server, model, inputs) == ""
+    for model in ("preprocessing", "postprocessing"):
+        assert over_http(server, model, GOOD[model]) == ""
     assert goes_on(server, before)
-
-
-@pytest.mark.parametrize("model", ["preprocessing", "postprocessing"])
-def test_the_same_inputs_with_true_shapes_are_answered_over_http(server: Running, model: str) -> None:
-    assert over_http(server, model, GOOD[model]) == ""

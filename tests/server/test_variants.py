@@ -3,10 +3,8 @@ and a device cache far smaller than the adapters in use."""
 
 from __future__ import annotations
 
-import json
 import queue
 import shutil
-import urllib.request
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,7 +19,6 @@ from tritonclient.utils import InferenceServerException
 
 from manylora.adapters.convert import convert_peft
 from manylora.adapters.number_types import narrow_to_bfloat16
-from manylora.generation.tokenizer import Tokenizer
 
 NEW = 8
 
@@ -111,16 +108,21 @@ def test_bfloat16_adapters_unary_over_grpc_and_http(plain: Running, world: World
     # The reference's adapter is float32: bfloat16 rounds, so only the beginning must agree.
     assert ids[: len(PROMPT) + 3] == [*PROMPT, *rounded[:3]]
     with http.InferenceServerClient(f"127.0.0.1:{plain.http}") as client:
-        made = []
-        for name, value in {
-            "input_ids": np.array([PROMPT], np.int32),
-            "input_lengths": np.array([[len(PROMPT)]], np.int32),
-            "request_output_len": np.array([[NEW]], np.int32),
-            "lora_task_id": np.array([[2]], np.uint64),
-        }.items():
-            made.append(http.InferInput(name, list(value.shape), grpc_type(value)))
-            made[-1].set_data_from_numpy(value)
-        assert client.infer("tensorrt_llm", made).as_numpy("output_ids")[0, 0].tolist() == ids
+        answer = client.infer("tensorrt_llm", http_inputs(lora_task_id=np.array([[2]], np.uint64)))
+        assert answer.as_numpy("output_ids")[0, 0].tolist() == ids
+
+
+def http_inputs(**more: np.ndarray) -> list[http.InferInput]:
+    given = {
+        "input_ids": np.array([PROMPT], np.int32),
+        "input_lengths": np.array([[len(PROMPT)]], np.int32),
+        "request_output_len": np.array([[NEW]], np.int32),
+        **more,
+    }
+    return [
+        http.InferInput(name, list(one.shape), one.dtype.name.upper()).set_data_from_numpy(one)
+        for name, one in given.items()
+    ]
 
 
 def test_a_stop_request_reaches_a_model_that_is_not_decoupled(plain: Running) -> None:
@@ -154,15 +156,7 @@ def test_a_large_adapter_over_binary_http(plain: Running) -> None:
     def answer(task_id: int, width: int) -> list[int]:
         weights = np.zeros((1, 2, width), np.float32)
         weights[:, :, :128] = rows
-        made = []
-        for name, value, dtype in (
-            ("input_ids", np.array([PROMPT], np.int32), "INT32"),
-            ("input_lengths", np.array([[len(PROMPT)]], np.int32), "INT32"),
-            ("request_output_len", np.array([[NEW]], np.int32), "INT32"),
-            ("lora_task_id", np.array([[task_id]], np.uint64), "UINT64"),
-            ("lora_config", config, "INT32"),
-        ):
-            made.append(http.InferInput(name, list(value.shape), dtype).set_data_from_numpy(value))
+        made = http_inputs(lora_task_id=np.array([[task_id]], np.uint64), lora_config=config)
         made.append(http.InferInput("lora_weights", list(weights.shape), "BF16"))
         made[-1]._raw_data = narrow_to_bfloat16(weights).tobytes()
         made[-1]._parameters["binary_data_size"] = len(made[-1]._raw_data)
@@ -170,16 +164,3 @@ def test_a_large_adapter_over_binary_http(plain: Running) -> None:
             return client.infer("tensorrt_llm", made).as_numpy("output_ids")[0, 0].tolist()
 
     assert answer(501, 300_000_000 // 4) == answer(502, 128)
-
-
-def grpc_type(value: np.ndarray) -> str:
-    return {"int32": "INT32", "uint64": "UINT64"}[value.dtype.name]
-
-
-def test_text_without_decoupling(plain: Running, world: World) -> None:
-    url = f"http://127.0.0.1:{plain.http}/v2/models/ensemble/generate"
-    body = {"text_input": "Hello", "max_tokens": NEW, "end_id": -1, "exclude_input_in_output": True}
-    with urllib.request.urlopen(url, json.dumps(body).encode(), 60) as answer:
-        text = json.loads(answer.read())["text_output"]
-    tokenizer = Tokenizer(world.model)
-    assert text == tokenizer.decode(reference_generate(world.model, None, tokenizer.encode("Hello"), NEW))

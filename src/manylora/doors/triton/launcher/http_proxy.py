@@ -51,14 +51,33 @@ SMALL = 2**18  # bodies up to this many bytes are checked at once
 NEVER = float("inf")
 
 
-class ClientConnection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
+    is_closed = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
+
+    def write(self, data: bytes) -> None:
+        if not self.is_closed:
+            self._transport.write(data)
+
+    def pause(self) -> None:
+        if not self.is_closed:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if not self.is_closed:
+            self._transport.resume_reading()
+
+
+class ClientConnection(Connection):
     """A client's connection. One request at a time: what follows it waits until it is answered."""
 
     def __init__(self, proxy: HttpProxy) -> None:
         self._proxy = proxy
         self._server: ServerConnection | None = None
         self._task: asyncio.Task[None] | None = None
-        self._closed = self._refused = self._server_full = self._slow_reader = False
+        self._refused = self._server_full = self._slow_reader = False
         self._received = bytearray()  # not forwarded yet
         self._checked = 0  # bytes that are being checked
         self._counted = 0  # bytes of both in the proxy's sum
@@ -75,7 +94,7 @@ class ClientConnection(asyncio.Protocol):
     # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
+        super().connection_made(transport)
         proxy, now = self._proxy, self._proxy.time()
         proxy.clients.add(self)
         self.deadline = now + HEAD_S
@@ -88,7 +107,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, _: Exception | None) -> None:
-        self._closed = True
+        self.is_closed = True
         self._proxy.clients.discard(self)
         self._proxy.connections.remove(self)
         self._received.clear()
@@ -128,7 +147,7 @@ class ClientConnection(asyncio.Protocol):
             self.close()
 
     def _wait(self) -> None:
-        if self._closed or self._refused or self._transport.is_closing():
+        if self.is_closed or self._refused or self._transport.is_closing():
             return
         seconds = IDLE_S
         if self._slow_reader or self._rest or (self._head is not None and not self._sent):
@@ -245,9 +264,6 @@ class ClientConnection(asyncio.Protocol):
 
     # The response.
 
-    def write(self, data: bytes) -> None:
-        self._transport.write(data)
-
     def on_answered(self) -> None:
         assert self._head is not None
         if self._rest:
@@ -266,13 +282,11 @@ class ClientConnection(asyncio.Protocol):
 
     def pause(self) -> None:
         self._server_full = True
-        if not self._closed:
-            self._transport.pause_reading()
+        super().pause()
 
     def resume(self) -> None:
         self._server_full = False
-        if not self._closed:
-            self._transport.resume_reading()
+        super().resume()
 
     def close(self) -> None:
         """The client may still read what was sent."""
@@ -287,7 +301,7 @@ class ClientConnection(asyncio.Protocol):
             self._server = None
 
     def _refuse(self, error: RefusedError) -> None:
-        if self._closed or self._refused or self._transport.is_closing():
+        if self.is_closed or self._refused or self._transport.is_closing():
             return
         body = json.dumps({"error": str(error)}).encode()
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
@@ -315,21 +329,13 @@ def _checked_body(head: Head, body: bytes) -> bytes:
     return body
 
 
-class ServerConnection(asyncio.Protocol):
+class ServerConnection(Connection):
     """A connection to tritonserver. client: whose request it has; None: it waits for the next."""
 
     def __init__(self, proxy: HttpProxy) -> None:
         self._proxy = proxy
         self.client: ClientConnection | None = None
-        self.is_closed = False
         self._parser = httptools.HttpResponseParser(self)  # only finds the end of a response
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
-
-    def write(self, data: bytes) -> None:
-        if not self.is_closed:
-            self._transport.write(data)
 
     def data_received(self, data: bytes) -> None:
         if self.client is None:
@@ -362,14 +368,6 @@ class ServerConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         if self.client is not None:
             self.client.resume()
-
-    def pause(self) -> None:
-        if not self.is_closed:
-            self._transport.pause_reading()
-
-    def resume(self) -> None:
-        if not self.is_closed:
-            self._transport.resume_reading()
 
     def close(self) -> None:
         self.is_closed = True
@@ -424,14 +422,11 @@ class HttpProxy:
                 client.on_silence()
 
 
-class Probe(asyncio.Protocol):
+class Probe(Connection):
     """The launcher's connection: what it sends comes back while this process serves."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
-
     def data_received(self, data: bytes) -> None:
-        self._transport.write(data)
+        self.write(data)
 
 
 async def _serve(options: argparse.Namespace) -> None:

@@ -243,82 +243,61 @@ def takes_adapters(file: Path) -> bool:
     return str(given.get("enable_lora", True)).lower() == "true"
 
 
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ValueError
-    return int(value)
-
-
-def _number(value: Any) -> float:
-    found = float(value)
-    if isinstance(value, bool) or not abs(found) <= MOST_FLOAT:
-        raise ValueError
-    return found
-
-
-def _flag(value: Any) -> bool:
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    return value
-
-
-def _token(value: Any) -> int:
-    if not 0 <= _whole(value) <= MOST:
-        raise ValueError
-    return _whole(value)
-
-
-def _list_of(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def read_list(value: Any) -> list[Any]:
-        if not isinstance(value, list):
-            raise ValueError
-        return [read(one) for one in value]
-
-    return read_list
-
-
-def _bias(value: Any) -> dict[int, float]:
-    if not isinstance(value, dict):
-        raise ValueError
-    return {_whole(token): _number(bias) for token, bias in value.items()}
-
-
-def _object(value: Any) -> dict[str, Any]:
-    found = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(found, dict):
-        raise ValueError
-    return found
-
-
-WHOLE, NUMBER, FLAG = (_whole, "a whole number"), (_number, "a number"), (_flag, "true or false")
-READERS = {int: WHOLE, float: NUMBER, bool: FLAG}
-IDS = (_list_of(_token), "a list of token ids")
-TEXTS = (
-    lambda value: [value] if isinstance(value, str) else _list_of(_text)(value),
-    "a text or a list of texts",
-)
-OBJECT = (_object, "an object, or its JSON as text")
-TAKEN: dict[str, tuple[Callable[[Any], Any], str]] = {
-    **{one.name: READERS[one.kind] for one in parameters_of("vllm")},
-    **dict.fromkeys(("n", "best_of", "max_tokens", "logprobs", "truncate_prompt_tokens"), WHOLE),
-    **dict.fromkeys(("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"), FLAG),
-    **dict.fromkeys(("stop", "bad_words"), TEXTS),
-    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), IDS),
-    "logit_bias": (_bias, "an object of token ids and numbers"),
-    **dict.fromkeys(("structured_outputs", "guided_decoding"), OBJECT),
-    "lora_name": (_text, "a text"),
-    "lora_mix_names": TEXTS,
-    "lora_mix_scales": (_list_of(_number), "a list of numbers"),
+KINDS = {
+    "whole": "a whole number",
+    "number": "a number",
+    "flag": "true or false",
+    "text": "a text",
+    "texts": "a text or a list of texts",
+    "ids": "a list of token ids",
+    "numbers": "a list of numbers",
+    "bias": "an object of token ids and numbers",
+    "object": "an object, or its JSON as text",
 }
-"""Supported keys: the function that reads a value, and what it must be."""
+LISTS = {"texts": "text", "ids": "token", "numbers": "number"}  # and of what each is
+TAKEN: dict[str, str] = {
+    **{one.name: {int: "whole", float: "number", bool: "flag"}[one.kind] for one in parameters_of("vllm")},
+    **dict.fromkeys(("n", "best_of", "max_tokens", "logprobs", "truncate_prompt_tokens"), "whole"),
+    **dict.fromkeys(
+        ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"), "flag"
+    ),
+    **dict.fromkeys(("stop", "bad_words", "lora_mix_names"), "texts"),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), "ids"),
+    **dict.fromkeys(("structured_outputs", "guided_decoding"), "object"),
+    "logit_bias": "bias",
+    "lora_name": "text",
+    "lora_mix_scales": "numbers",
+}
+"""Supported keys: of KINDS, which say what a value must be."""
+
+
+def _read(value: Any, kind: str) -> Any:
+    """The value as one of KINDS. Raises ValueError, TypeError, OverflowError, RecursionError."""
+    if kind in LISTS:
+        value = [value] if kind == "texts" and isinstance(value, str) else value
+        return [_read(one, LISTS[kind]) for one in _typed(value, list)]
+    if kind == "bias":
+        return {_read(i, "whole"): _read(bias, "number") for i, bias in _typed(value, dict).items()}
+    if kind == "object":
+        return _typed(json.loads(value) if isinstance(value, str) else value, dict)
+    if kind == "text":
+        return _typed(value, str)
+    if kind == "flag":
+        words = {"true": True, "false": False}
+        return _typed(words.get(value.lower()) if isinstance(value, str) else value, bool)
+    found = float(value) if kind == "number" else int(value)
+    is_cut = kind != "number" and isinstance(value, float) and found != value
+    if isinstance(value, bool) or is_cut or (kind == "number" and not abs(found) <= MOST_FLOAT):
+        raise ValueError
+    if kind == "token" and not 0 <= found <= MOST:
+        raise ValueError
+    return found
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError
+    return value
 
 
 def read_parameters(text: str, own: bool) -> dict[str, Any]:
@@ -342,9 +321,9 @@ def read_parameters(text: str, own: bool) -> dict[str, Any]:
             raise RequestError(adapter_hint(key))
         if key not in TAKEN:
             raise RequestError(f"{NAME} has the unknown key {key!r:.80}: leave it out")
-        read, wanted = TAKEN[key]
+        wanted = KINDS[TAKEN[key]]
         try:
-            found[key] = read(value)
+            found[key] = _read(value, TAKEN[key])
         except (ValueError, TypeError, OverflowError, RecursionError):
             raise RequestError(f"{NAME}: {key} must be {wanted}, got {value!r:.80}") from None
         if escaped and not is_unicode(found[key]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from manylora.doors.fleet.routing import AffinityRouting, Replica, Reports, RoutingSettings
+from manylora.doors.fleet.routing import AffinityRouting, Replica, Reports
 
 
 def fleet(count: int, **changes: Replica) -> list[Replica]:
@@ -58,7 +58,7 @@ def test_base_requests_go_to_the_least_busy_and_equals_take_turns() -> None:
 
 
 def test_a_replica_that_loads_an_adapter_counts_as_its_holder_until_its_report_is_due() -> None:
-    routing = AffinityRouting(RoutingSettings(loading=5.0))
+    routing = AffinityRouting()
     homes = routing.first_homes("a", fleet(6), 2)
     for _ in range(20):  # it is one of many: no second copy is due
         routing.sent(None, "r0", 10.0)

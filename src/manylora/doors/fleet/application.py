@@ -123,7 +123,6 @@ def replicas(options: FleetOptions, gpus: float) -> Application:
         request_router_config={
             "request_router_class": FleetRouter,
             "request_router_kwargs": {
-                "routing": options.routing,
                 "pinned": dict(options.pin),
                 "target": target,
                 "silent_s": max(SILENT_S, SILENT_REPORTS * options.report_seconds),

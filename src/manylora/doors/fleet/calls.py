@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -40,15 +39,12 @@ class FleetRouter(RequestRouter):
     names: ClassVar[frozenset[str]] = frozenset()
     silent: ClassVar[frozenset[str]] = frozenset()
 
-    def initialize_state(
-        self, routing: str, pinned: Mapping[str, int], target: float | None, silent_s: float
-    ) -> None:
+    def initialize_state(self, pinned: Mapping[str, int], target: float | None, silent_s: float) -> None:
         """Called by Ray with `request_router_kwargs`. target: autoscaling's target of requests per replica. A
         replica with more is full; else new ones would get no adapters from others. silent_s: of `Reports`."""
         self._target = target
         self._reports = Reports(silent_s)
-        # With "random", for comparison, all replicas are equally preferred.
-        self._routing = None if routing == "random" else AffinityRouting(pinned=pinned)
+        self._routing = AffinityRouting(pinned)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Ray with every report."""
@@ -63,15 +59,12 @@ class FleetRouter(RequestRouter):
         """Replicas in order of preference, silent ones last. Ray takes the first one with room."""
         by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
         states = [self._state(name, one) for name, one in by_name.items()]
-        order = random.sample(states, len(states))
-        if self._routing is not None:
-            order = self._routing.choose(_adapter(pending_request), states, time.monotonic())
+        order = self._routing.choose(_adapter(pending_request), states, time.monotonic())
         silent = self._reports.silent
         return [[by_name[one.name]] for one in sorted(order, key=lambda one: one.name in silent)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        if self._routing is not None:
-            self._routing.sent(_adapter(pending_request), replica_id.unique_id, time.monotonic())
+        self._routing.sent(_adapter(pending_request), replica_id.unique_id, time.monotonic())
 
     def _state(self, name: str, one: RunningReplica) -> Replica:
         report = one.routing_stats

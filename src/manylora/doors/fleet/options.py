@@ -18,7 +18,6 @@ from manylora.doors.http.options import ServeOptions
 from manylora.errors import ConfigError
 from manylora.system.cgroup import usable_processors
 
-ROUTINGS = ("affinity", "random")
 LEAST_STORE = 78643200  # bytes: Ray's own minimum
 SMALLEST = 0.1  # seconds: about how often Ray's controller checks its replicas
 
@@ -53,8 +52,6 @@ class FleetOptions(ServeOptions):
         None, "GPUs per replica, 0.5 for two on one; default: one per rank if there are any, else 0", least=0)
     replica_requests: int = setting(
         256, "maximum running and waiting requests per replica; further ones wait in the front", least=1)
-    routing: str = setting(
-        "affinity", "affinity: prefer a replica that holds the adapter; or random", choices=ROUTINGS)
     pin: tuple[tuple[str, int], ...] = setting(
         (), "NAME=REPLICAS: serve this adapter on a fixed set of this many replicas", parse=parse_pin)
     report_seconds: float = setting(

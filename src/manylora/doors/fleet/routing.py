@@ -28,6 +28,14 @@ from typing import Any
 from manylora.adapters.catalog.names import ASKERS, LATEST, Aliases
 
 MASK = (1 << 64) - 1
+# The policy's parameters. A replica is overloaded if it is this busy, and busier than the fleet's mean by the
+# factor IMBALANCE: if all are busy, cold loads only add work.
+OVERLOAD, IMBALANCE = 1.0, 1.25
+HOMES = 2  # of which the least busy loads an adapter
+TARGET = 0.5  # a hot adapter gets a home for every TARGET of a replica that it keeps busy
+HALF_LIFE_S = 30.0  # after which a past request counts half in an adapter's rate
+LOADING_S = 5.0  # for which a replica counts as a holder after a request: reports take time
+REMEMBERED = 8192  # adapters whose rate and placement are stored; the least recently seen goes first
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,33 +55,18 @@ class Replica:
         return (self.running + self.waiting) / self.capacity
 
 
-@dataclass(frozen=True)
-class RoutingSettings:
-    """The policy's parameters. benchmarks/fleet_simulation.py shows the effect of each."""
-
-    # A replica is overloaded if it is this busy, and busier than the fleet's mean by the factor `imbalance`:
-    # if all are busy, cold loads only add work.
-    overload: float = 1.0
-    imbalance: float = 1.25
-    candidates: int = 2  # homes, of which the least busy loads an adapter
-    target: float = 0.5  # a hot adapter gets a home for every `target` of a replica that it keeps busy
-    half_life: float = 30.0  # seconds after which a past request counts half in an adapter's rate
-    loading: float = 5.0  # seconds for which a replica counts as a holder after a request: reports take time
-    remembered: int = 8192  # adapters whose rate and placement are stored; the least recently seen goes first
-
-
 @dataclass(slots=True)
 class Count:
-    """A count of requests, each halved every half_life seconds."""
+    """A count of requests, each halved every HALF_LIFE_S."""
 
     value: float = 0.0
     at: float = 0.0
 
-    def read(self, now: float, half_life: float) -> float:
-        return self.value * 0.5 ** (max(0.0, now - self.at) / half_life)
+    def read(self, now: float) -> float:
+        return self.value * 0.5 ** (max(0.0, now - self.at) / HALF_LIFE_S)
 
-    def add(self, now: float, half_life: float) -> None:
-        self.value, self.at = self.read(now, half_life) + 1, max(now, self.at)
+    def add(self, now: float) -> None:
+        self.value, self.at = self.read(now) + 1, max(now, self.at)
 
 
 @dataclass(slots=True)
@@ -87,11 +80,8 @@ class Seen:
 class AffinityRouting:
     """See the module's docstring. Not thread-safe. Times are in seconds and must not decrease."""
 
-    def __init__(
-        self, settings: RoutingSettings | None = None, pinned: Mapping[str, int] | None = None
-    ) -> None:
-        """`pinned`: adapter → number of homes. May be changed later."""
-        self.settings = settings or RoutingSettings()
+    def __init__(self, pinned: Mapping[str, int] | None = None) -> None:
+        """`pinned`: adapter → number of homes."""
         self.pinned = dict(pinned or {})
         self.total = Count()
         self.turn = 0
@@ -115,28 +105,28 @@ class AffinityRouting:
     def sent(self, adapter: str | None, replica: str, now: float) -> None:
         """A request went to the replica of this name (once per request, after its last retry)."""
         self.turn += 1
-        self.total.add(now, self.settings.half_life)
+        self.total.add(now)
         if adapter is None:
             return
         seen = self.seen.setdefault(adapter, Seen())
         self.seen.move_to_end(adapter)
-        seen.count.add(now, self.settings.half_life)
+        seen.count.add(now)
         seen.placed[replica] = now
-        if len(seen.placed) > self.settings.candidates:
-            oldest = now - self.settings.loading
+        if len(seen.placed) > HOMES:
+            oldest = now - LOADING_S
             seen.placed = {name: at for name, at in seen.placed.items() if at >= oldest}
-        while len(self.seen) > self.settings.remembered:
+        while len(self.seen) > REMEMBERED:
             self.seen.popitem(last=False)
 
     def copies(self, adapter: str, replicas: Sequence[Replica], now: float) -> int:
         """How many replicas should hold it, from its share of the requests and how busy the fleet is."""
         if adapter in self.pinned:
             return max(1, min(self.pinned[adapter], len(replicas)))
-        seen, total = self.seen.get(adapter), self.total.read(now, self.settings.half_life)
+        seen, total = self.seen.get(adapter), self.total.read(now)
         if seen is None or total <= 0:
             return 1
-        share = min(1.0, seen.count.read(now, self.settings.half_life) / total)
-        demand = share * sum(replica.busy for replica in replicas) / self.settings.target
+        share = min(1.0, seen.count.read(now) / total)
+        demand = share * sum(replica.busy for replica in replicas) / TARGET
         return max(1, min(ceil(demand), len(replicas)))
 
     def first_homes(self, adapter: str, replicas: Sequence[Replica], count: int) -> list[str]:
@@ -156,15 +146,15 @@ class AffinityRouting:
         by_name = {replica.name: replica for replica in replicas}
         copies = self.copies(adapter, replicas, now)
         pinned = adapter in self.pinned
-        count = copies if pinned else max(copies, self.settings.candidates)
+        count = copies if pinned else max(copies, HOMES)
         homes = [by_name[name] for name in self.first_homes(adapter, replicas, count)]
         if pinned:
             return sorted(homes, key=least_busy)
         # A replica that is this busy counts as overloaded.
         mean = sum(replica.busy for replica in replicas) / len(replicas)
-        limit = max(self.settings.overload, self.settings.imbalance * mean)
+        limit = max(OVERLOAD, IMBALANCE * mean)
         # Which replicas hold the adapter: 0 on the device, 1 on the host or loading.
-        placed, oldest = self.seen.get(adapter, Seen()).placed, now - self.settings.loading
+        placed, oldest = self.seen.get(adapter, Seen()).placed, now - LOADING_S
         levels = {}
         for replica in replicas:
             if adapter in replica.device:
@@ -178,7 +168,7 @@ class AffinityRouting:
             free = sorted(kept, key=least_busy) + [r for r in free if r not in kept]
         free.sort(key=lambda r: levels[r.name] if copies == 1 else 0)
         fresh = sorted((h for h in homes if h.name not in levels and h.busy < limit), key=least_busy)
-        better = fresh and (not free or fresh[0].busy + self.settings.target < free[0].busy)
+        better = fresh and (not free or fresh[0].busy + TARGET < free[0].busy)
         return fresh[:1] + free + fresh[1:] if better and len(levels) < copies else free + fresh
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -114,6 +117,21 @@ class Running:
     def start(self, *flags: str) -> None:
         started = self.launch(*flags)
         assert started.returncode == 0, started.stderr
+
+    def post(self, path: str, **body: Any) -> tuple[int, str]:
+        """Status and text of a `generate` request. path: model/generate or model/generate_stream."""
+        url = f"http://127.0.0.1:{self.http}/v2/models/{path}"
+        try:
+            with urllib.request.urlopen(url, json.dumps(body).encode(), 60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def stream(self, model: str, **body: Any) -> list[dict[str, Any]]:
+        """The pieces of a streamed answer."""
+        status, text = self.post(f"{model}/generate_stream", **body, stream=True)
+        assert status == 200, text
+        return [json.loads(line[6:]) for line in text.split("\n\n") if line.strip()]
 
     @property
     def run_dir(self) -> Path:

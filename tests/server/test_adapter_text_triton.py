@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from servers import ROOT, Running, fill_repo, new_server
-from test_other_models import post
 
 sys.path.append(str(ROOT / "tests" / "cpu"))
 
@@ -86,13 +85,11 @@ def ask(server: Running, model: str, prompt: str, **more: Any) -> str:
         body["sampling_param_max_tokens"] = 6
     else:
         body = {"text_input": prompt, "max_tokens": 6, "exclude_input_in_output": True, **more}
-    path = f"{model}/generate_stream" if body.get("stream") else f"{model}/generate"
-    status, told = post(server, path, **body)
+    if body.pop("stream", False):
+        return "".join(one.get("text_output", "") for one in server.stream(model, **body))
+    status, told = server.post(f"{model}/generate", **body)
     assert status == 200, told
-    if not body.get("stream"):
-        return json.loads(told)["text_output"]
-    lines = [json.loads(line[5:]) for line in told.splitlines() if line.startswith("data:")]
-    return "".join(line.get("text_output", "") for line in lines)
+    return json.loads(told)["text_output"]
 
 
 CHAIN = ("ensemble", "tensorrt_llm_bls")
@@ -144,7 +141,7 @@ def test_the_models_of_other_projects_use_them_too(server: Running) -> None:
 def test_preprocessing_says_what_it_made(server: Running) -> None:
     def ids(**more: Any) -> list[int]:
         request = {"QUERY": f"a{TOKEN}", "REQUEST_OUTPUT_LEN": 4, **more}
-        status, told = post(server, "preprocessing/generate", **request)
+        status, told = server.post("preprocessing/generate", **request)
         assert status == 200, told
         return json.loads(told)["INPUT_ID"]
 

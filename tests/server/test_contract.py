@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from dashboard import without_samples
 from launched import scrape, scrape_until
 from servers import Running, World
-from test_server import NEW, PROMPT, ask, generate, inputs, lora, new_ids
+from test_server import NEW, PROMPT, ask, inputs, lora, new_ids
 from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
 
@@ -114,20 +113,8 @@ def test_metrics_have_upstreams_names_and_true_values(server: Running, world: Wo
     assert 'model="tensorrt_llm"' in info[0]
 
 
-def bls(server: Running, **body: Any) -> dict:
-    url = f"http://127.0.0.1:{server.http}/v2/models/tensorrt_llm_bls/generate"
-    try:
-        with urllib.request.urlopen(url, json.dumps(body).encode(), 60) as answer:
-            return json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return json.loads(error.read())
-
-
-def bls_stream(server: Running, **body: Any) -> list[str]:
-    url = f"http://127.0.0.1:{server.http}/v2/models/tensorrt_llm_bls/generate_stream"
-    with urllib.request.urlopen(url, json.dumps(body | {"stream": True}).encode(), 60) as answer:
-        lines = [line for line in answer.read().decode().split("\n\n") if line.strip()]
-    return [json.loads(line.removeprefix("data: "))["text_output"] for line in lines]
+def text_of(server: Running, model: str, **body: Any) -> str:
+    return json.loads(server.post(f"{model}/generate", **body)[1])["text_output"]
 
 
 @pytest.mark.quick
@@ -136,13 +123,15 @@ def test_bls_says_what_the_ensemble_says(server: Running, world: World) -> None:
     for text in ("Hello", "美国的首都"):
         body = {"text_input": text, "max_tokens": 16, "end_id": -1}
         for extra in ({}, {"lora_task_id": 2}, {"exclude_input_in_output": True}):
-            whole = json.loads(generate(server, **body, **extra))["text_output"]
-            assert bls(server, **body, **extra)["text_output"] == whole
-        plain = json.loads(generate(server, **body, exclude_input_in_output=True))["text_output"]
-        assert "".join(bls_stream(server, **body)) == plain
+            whole = text_of(server, "ensemble", **body, **extra)
+            assert text_of(server, "tensorrt_llm_bls", **body, **extra) == whole
+        plain = text_of(server, "ensemble", **body, exclude_input_in_output=True)
+        pieces = server.stream("tensorrt_llm_bls", **body)
+        assert "".join(one["text_output"] for one in pieces) == plain
 
 
 def test_bls_speculates_with_a_draft_model(server: Running) -> None:
     """The draft model is the target itself: every guess is right, and the answer the same."""
     body = {"text_input": "Hello", "max_tokens": 13, "end_id": -1}
-    assert bls(server, **body, num_draft_tokens=4)["text_output"] == bls(server, **body)["text_output"]
+    drafted = text_of(server, "tensorrt_llm_bls", **body, num_draft_tokens=4)
+    assert drafted == text_of(server, "tensorrt_llm_bls", **body)

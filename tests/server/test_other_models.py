@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import queue
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,20 +42,10 @@ def expected(world: World, folder: Path | None, new: int = NEW) -> str:
     return tokenizer.decode(reference_generate(world.model, folder, tokenizer.encode(TEXT), new))
 
 
-def post(server: Running, path: str, **body: Any) -> tuple[int, str]:
-    """Status and text of a `generate` request. path: model/generate or model/generate_stream."""
-    url = f"http://127.0.0.1:{server.http}/v2/models/{path}"
-    try:
-        with urllib.request.urlopen(url, json.dumps(body).encode(), 60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
 def vllm(server: Running, *, name: str | None = None, **body: Any) -> dict[str, Any]:
     sampling = GREEDY | ({"lora_name": name} if name else {})
     given = {"text_input": TEXT, "sampling_parameters": json.dumps(sampling), "exclude_input_in_output": True}
-    status, text = post(server, "vllm_model/generate", **given | body)
+    status, text = server.post("vllm_model/generate", **given | body)
     assert status == 200, text
     return json.loads(text)  # type: ignore[no-any-return]
 
@@ -102,7 +90,7 @@ def test_adapters_by_name_take_turns_in_a_cache_of_two(
     more = {"sampling_param_max_tokens": NEW, "sampling_param_exclude_input_from_output": True, "lora_id": 9}
     for name in (*NAMES, *NAMES):
         given = {"text_input": TEXT, "lora_name": name, "lora_path": str(folders[name]), **more}
-        status, text = post(server, "llmapi/generate", **given)
+        status, text = server.post("llmapi/generate", **given)
         assert status == 200 and json.loads(text)["text_output"].startswith(answers[name][:1])
     wait_for("the metrics of the last seconds", lambda: evictions(server) > 4)
 
@@ -128,7 +116,7 @@ def test_their_processes_wait_for_mutexes_without_pythons_lock(server: Running) 
 
 def test_parameters_of_the_request_stand_in_for_the_input(server: Running, world: World) -> None:
     """As vllm_backend's README asks."""
-    status, text = post(server, "vllm_model/generate", text_input=TEXT, parameters={"stream": False} | GREEDY)
+    status, text = server.post("vllm_model/generate", text_input=TEXT, parameters={"stream": False} | GREEDY)
     assert status == 200, text
     assert json.loads(text)["text_output"] == TEXT + expected(world, None)
     results = stream(
@@ -153,7 +141,7 @@ def test_no_model_answers_with_the_base_model_when_an_adapter_is_asked_for(
     """By a name that means an adapter elsewhere: such fields of `generate` become request parameters."""
     for path in ("generate", "generate_stream"):
         for name in ("lora", "adapter", "adapter_id", "model"):
-            _, text = post(server, f"{model}/{path}", **BODIES[model], **{name: "three"})
+            _, text = server.post(f"{model}/{path}", **BODIES[model], **{name: "three"})
             assert f"{name} is no input of this model" in text and "lora_name" in text, text
     if model == "vllm_model":
         with pytest.raises(InferenceServerException, match="adapter is no input of this model"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from servers import INVOKE, Named, Running, World
-from test_other_models import expected, post, stream, vllm
+from test_other_models import expected, stream, vllm
 from test_server import ask, inputs, new_ids
 from tiny_models import reference_generate
 
@@ -73,7 +73,7 @@ def test_embeddings_labels_scores_and_text_at_once(server: Running, world: World
 def test_pooled_outputs_over_http(server: Running, world: World, named: Named) -> None:
     prompt = [72, 101, 108, 108, 111]
     body = {"input_ids": prompt, "input_lengths": len(prompt), "request_output_len": 1, "pooling": "last"}
-    status, told = post(server, "tensorrt_llm/generate", **body, classification_head=True, lora_name="labels")
+    status, told = server.post("tensorrt_llm/generate", **body, classification_head=True, lora_name="labels")
     assert status == 200, told
     assert near(np.array(json.loads(told)["pooled_output"], np.float32), logits(named.labels, prompt))
     assert near(pooled(server, prompt, mode="all"), hidden(world.model, prompt))
@@ -92,7 +92,7 @@ def test_embeddings_of_vllms_model(server: Running, world: World) -> None:
     request = json.dumps({"input": "Hello", "pooling_params": {}})
     for name in (None, "one", "two"):
         more = {} if name is None else {"lora_name": name}
-        status, told = post(server, "vllm_model/generate", embedding_request=request, **more)
+        status, told = server.post("vllm_model/generate", embedding_request=request, **more)
         assert status == 200, told
         found = np.array(json.loads(json.loads(told)["text_output"]), np.float32)
         assert near(found, right(name))
@@ -101,7 +101,7 @@ def test_embeddings_of_vllms_model(server: Running, world: World) -> None:
     answers = stream(server, "vllm_model", sent | {"return_num_input_tokens": np.array([True])})
     assert near(np.array(json.loads(answers[0].as_numpy("text_output")[0]), np.float32), right(None))
     assert answers[0].as_numpy("num_input_tokens").tolist() == [len(ids)]
-    status, told = post(server, "vllm_model/generate", embedding_request=request, lora_name="nobody")
+    status, told = server.post("vllm_model/generate", embedding_request=request, lora_name="nobody")
     assert status != 200 and "nobody" in told
 
 
@@ -117,20 +117,20 @@ def test_mixes_act_through_every_text_model(server: Running, world: World, named
     assert len({both, alone, expected(world, None)}) == 3
     for model in ("tensorrt_llm_bls", "ensemble"):
         for more, right in ((mix, both), ({"lora_mix_names": ["one"], "lora_mix_scales": [1.0]}, alone)):
-            status, told = post(server, f"{model}/generate", **TEXT, **more)
+            status, told = server.post(f"{model}/generate", **TEXT, **more)
             assert status == 200, told
             assert json.loads(told)["text_output"] == right, model
-        status, told = post(server, f"{model}/generate", **TEXT, **mix, lora_name="one")
+        status, told = server.post(f"{model}/generate", **TEXT, **mix, lora_name="one")
         assert status != 200 and "stands alone" in told
     sampling = json.dumps({**mix, "temperature": 0, "max_tokens": NEW})
-    status, told = post(server, "vllm_model/generate", text_input="Hello", sampling_parameters=sampling)
+    status, told = server.post("vllm_model/generate", text_input="Hello", sampling_parameters=sampling)
     assert status == 200 and json.loads(told)["text_output"] == "Hello" + both, told
-    status, told = post(server, "llmapi/generate", **LLMAPI, **mix)
+    status, told = server.post("llmapi/generate", **LLMAPI, **mix)
     assert status == 200 and json.loads(told)["text_output"] == both, told
     greedy = {"text_input": "Hello", "temperature": 0, "max_tokens": NEW}  # parameters are read, too
-    status, told = post(server, "vllm_model/generate", **greedy, lora_mix_names="one")
+    status, told = server.post("vllm_model/generate", **greedy, lora_mix_names="one")
     assert status == 200 and json.loads(told)["text_output"] == "Hello" + alone, told
-    status, told = post(server, "vllm_model/generate", **greedy, lora_mix_scales=0.5)
+    status, told = server.post("vllm_model/generate", **greedy, lora_mix_scales=0.5)
     assert status != 200 and "lora_mix_scales" in json.loads(told)["error"]
 
 
@@ -140,13 +140,13 @@ def test_activated_lora_by_its_name_through_every_model(server: Running, world: 
     for text, folder in (("Hello " + INVOKE + "!", named.catalog / "activated"), ("Hello!", None)):
         right = tokenizer.decode(reference_generate(world.model, folder, tokenizer.encode(text), NEW))
         for model in ("tensorrt_llm_bls", "ensemble"):
-            status, told = post(
-                server, f"{model}/generate", **TEXT | {"text_input": text}, lora_name="activated"
+            status, told = server.post(
+                f"{model}/generate", **TEXT | {"text_input": text}, lora_name="activated"
             )
             assert status == 200, told
             assert json.loads(told)["text_output"] == right, (model, text)
         assert vllm(server, name="activated", text_input=text)["text_output"] == right
-        status, told = post(server, "llmapi/generate", **LLMAPI | {"text_input": text}, lora_name="activated")
+        status, told = server.post("llmapi/generate", **LLMAPI | {"text_input": text}, lora_name="activated")
         assert status == 200, told
         found = json.loads(told)["text_output"]  # it ends at the end token
         assert found and right.startswith(found)

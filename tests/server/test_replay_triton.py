@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from recorded import Replay, metric_types, without
 from servers import Running, World
-from test_other_models import post
 from test_server import ask, tensor
 from test_text_models import infer
 from tiny_models import reference_generate
@@ -158,16 +157,15 @@ class Door:
         return without(str(error), **self._folders)
 
     def generate(self, model: str, body: dict[str, Any]) -> Any:
-        status, text = post(self.server, f"{model}/generate", **body)
+        status, text = self.server.post(f"{model}/generate", **body)
         return {"status": status, "body": self._settled(json.loads(text))}
 
     def stream(self, model: str, body: dict[str, Any]) -> Any:
         """Texts of the pieces together, and the values of the last one."""
-        status, text = post(self.server, f"{model}/generate_stream", **body, stream=True)
-        pieces = [json.loads(line[6:]) for line in text.split("\n\n") if line.strip()]
+        pieces = self.server.stream(model, **body)
         last = self._settled(pieces[-1])
         return {
-            "status": status,
+            "status": 200,
             "text": "".join(one["text_output"] for one in pieces),
             "last": without_text(last),
         }

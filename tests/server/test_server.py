@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,15 +70,6 @@ def new_ids(results: list[grpc.InferResult]) -> list[int]:
     return [int(i) for r in results for i in r.as_numpy("output_ids")[0, 0]]
 
 
-def generate(server: Running, path: str = "generate", **body: object) -> bytes:
-    url = f"http://127.0.0.1:{server.http}/v2/models/ensemble/{path}"
-    try:
-        with urllib.request.urlopen(url, json.dumps(body).encode(), 60) as answer:
-            return answer.read()
-    except urllib.error.HTTPError as error:
-        return error.read()
-
-
 @pytest.mark.quick
 def test_adapters_and_base_in_company_answer_as_the_reference(server: Running, world: World) -> None:
     for task_id in (1, 2, 3):
@@ -114,11 +103,9 @@ def test_the_prompt_is_echoed_unless_excluded_and_output_ids_come_first(server: 
 def test_streamed_text_is_the_whole_text_through_the_ensemble(server: Running, world: World) -> None:
     for text in ("Hello", "美国的首都在哪里?", "👩‍👩‍👧"):
         body = {"text_input": text, "max_tokens": 24, "end_id": -1}
-        raw = generate(server, **body, exclude_input_in_output=True)
-        whole = json.loads(raw.decode())["text_output"]
-        lines = generate(server, "generate_stream", **body, stream=True).decode().split("\n\n")
-        deltas = [json.loads(line.removeprefix("data: "))["text_output"] for line in lines if line.strip()]
-        assert "".join(deltas) == whole
+        _, raw = server.post("ensemble/generate", **body, exclude_input_in_output=True)
+        whole = json.loads(raw)["text_output"]
+        assert "".join(one["text_output"] for one in server.stream("ensemble", **body)) == whole
         prompt = Tokenizer(world.model).encode(text)
         expected = reference_generate(world.model, None, prompt, 24)
         assert whole == Tokenizer(world.model).decode(expected)

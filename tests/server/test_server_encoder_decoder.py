@@ -4,7 +4,6 @@ decoder_text_input to the decoder, with an adapter on both, through every model 
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,8 +104,6 @@ def test_texts_for_encoder_and_decoder(running: Running, model: Path, name: str)
         body = {"text_input": TEXT, "max_tokens": NEW, "end_id": -1, "exclude_input_in_output": True}
         if begun:
             body["decoder_text_input"] = begun
-        url = f"http://127.0.0.1:{running.http}/v2/models/{name}/generate"
-        with urllib.request.urlopen(url, json.dumps(body).encode(), 60) as answer:
-            found = json.loads(answer.read())["text_output"]
+        found = json.loads(running.post(f"{name}/generate", **body)[1])["text_output"]
         decoder = [start, *tokenizer.encode(begun, add_special_tokens=False)]
         assert found == tokenizer.decode(reference_generate(model, None, decoder, NEW, text))

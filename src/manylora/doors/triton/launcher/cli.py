@@ -277,27 +277,20 @@ def _background(options: Namespace, supervisor: Supervisor, run_dir: RunDirector
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda number, _: signals.append(number))
     started, forwarded = time.monotonic(), 0
-    is_terminal = sys.stdout.isatty()
-    lead = "\r" if is_terminal else ""
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if len(signals) > forwarded:  # a second one makes the supervisor hurry
             forwarded = len(signals)
             os.kill(child, signal.SIGTERM)
-        said = run_dir.read_state().get("state", "starting")
-        waited = time.monotonic() - started
-        if said == "ready" and not signals:
+        if run_dir.read_state().get("state") == "ready" and not signals:
+            waited = f"ready after {time.monotonic() - started:.1f} s"
             if run_dir.rank:
-                print(f"{lead}ready after {waited:.1f} s, rank {run_dir.rank}")
+                print(f"{waited}, rank {run_dir.rank}")
                 return 0
             ports = ", ".join(f"{name.replace('_', ' ')} {getattr(options, name)}" for name in PORTS)
-            print(f"{lead}ready after {waited:.1f} s on {ports}")
+            print(f"{waited} on {ports}")
             print(f"log: {run_dir.log}; to end it: --stop --http_port={options.http_port}")
             return 0
-        if is_terminal:
-            print(f"{lead}{said} {waited:.0f} s ", end="", flush=True)
         time.sleep(0.2)
-    if is_terminal:
-        print()
     code = os.waitstatus_to_exitcode(ended[1])
     if signals or code == 0:
         print("stopped while starting", file=sys.stderr)

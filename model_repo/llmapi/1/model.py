@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
@@ -15,30 +14,20 @@ from manylora.config.repository import parameters_of
 from manylora.doors.triton.bls_worker import BlsWorker, ServerCalls
 from manylora.doors.triton.llmapi_model import LlmapiModel
 from manylora.doors.triton.prompts import EngineSetup, PromptRunner
-from manylora.doors.triton.server_types import release
-from manylora.doors.triton.shape_guard import check_shapes
-from manylora.errors import ConfigError
+from manylora.doors.triton.server_types import ServerModel
 from manylora.system.lifeline import Lifeline
 
 
-class TritonPythonModel:
-    def initialize(self, args: dict[str, str]) -> None:
-        lifeline = Lifeline(args["model_instance_name"])
-        check_shapes(pb_utils)
-        name, folder = args["model_name"], Path(args["model_repository"])
-        server = ServerCalls(pb_utils)
-        decoupled = pb_utils.using_decoupled_model_transaction_policy(json.loads(args["model_config"]))
-        try:
-            engine = EngineSetup.open(folder, parameters_of(args["model_config"]))
-            folders = repository_folders(folder, engine.name)
-        except ConfigError as error:
-            raise pb_utils.TritonModelException(str(error)) from None
+class TritonPythonModel(ServerModel):
+    pb_utils = pb_utils
+
+    def open(self, args: Mapping[str, str], lifeline: Lifeline) -> BlsWorker:
+        folder, server, decoupled = (
+            Path(args["model_repository"]),
+            ServerCalls(pb_utils),
+            self.is_decoupled(args),
+        )
+        engine = EngineSetup.open(folder, parameters_of(args["model_config"]))
+        folders = repository_folders(folder, engine.name)
         model = LlmapiModel(PromptRunner(server.call, engine), folders, decoupled)
-        self._worker = BlsWorker(name, lifeline, model.answer, decoupled, server)
-
-    def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
-        self._worker.execute(requests)
-
-    def finalize(self) -> None:
-        self._worker.close()
-        release(self)
+        return BlsWorker(args["model_name"], lifeline, model.answer, decoupled, server)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import get_ident
@@ -13,42 +13,32 @@ import triton_python_backend_utils as pb_utils
 from manylora.adapters.catalog.texts import RepositoryTexts
 from manylora.config.repository import flag, parameters_of
 from manylora.doors.triton.engine_worker import DisconnectReporter
-from manylora.doors.triton.server_types import Arrays, release
-from manylora.doors.triton.shape_guard import check_shapes
+from manylora.doors.triton.server_types import Arrays, ServerModel, ServerRequest
 from manylora.doors.triton.text_models import Postprocessor, TextWorker, open_tokenizer
-from manylora.errors import ConfigError
 from manylora.system.lifeline import Lifeline
 
 SMALL_BYTES, CACHED = 64, 1024  # maximum size and number of texts whose tensors are cached
 
 
-class TritonPythonModel:
-    def initialize(self, args: dict[str, str]) -> None:
-        lifeline = Lifeline(args["model_instance_name"])
-        check_shapes(pb_utils)
-        parameters = parameters_of(args["model_config"])
-        try:
-            skip = flag(parameters, "skip_special_tokens", True)
-            tokenizer = open_tokenizer(parameters)
-            own = RepositoryTexts.open(Path(args["model_repository"]), tokenizer)
-            self._postprocessor = Postprocessor(tokenizer, skip, own)
-        except ConfigError as error:
-            raise pb_utils.TritonModelException(str(error)) from None
-        self._disconnects = DisconnectReporter()
-        self._worker = TextWorker(
-            "postprocessing", lifeline, self._postprocessor.length, self._respond, _fail
-        )
+class TritonPythonModel(ServerModel):
+    pb_utils = pb_utils
 
-    def execute(
-        self, requests: Sequence[pb_utils.InferenceRequest]
-    ) -> list[pb_utils.InferenceResponse | None]:
+    def open(self, args: Mapping[str, str], lifeline: Lifeline) -> TextWorker:
+        parameters = parameters_of(args["model_config"])
+        skip = flag(parameters, "skip_special_tokens", True)
+        tokenizer = open_tokenizer(parameters)
+        own = RepositoryTexts.open(Path(args["model_repository"]), tokenizer)
+        self._postprocessor = Postprocessor(tokenizer, skip, own)
+        self._disconnects = DisconnectReporter()
+        return TextWorker("postprocessing", lifeline, self._postprocessor.length, self._respond, self.fail)
+
+    def execute(self, requests: Sequence[ServerRequest]) -> list[pb_utils.InferenceResponse | None] | None:
         self._disconnects.check_one(requests)
         return self._worker.execute(requests)
 
     def finalize(self) -> None:
-        self._worker.close()
+        super().finalize()
         _cached_tensor.cache_clear()  # a tensor that outlives the server's memory crashes the process
-        release(self)
 
     def _respond(self, inputs: Arrays) -> pb_utils.InferenceResponse:
         texts = self._postprocessor.run(inputs)
@@ -71,7 +61,3 @@ def _cached_tensor(texts: tuple[bytes, ...], thread: int) -> pb_utils.Tensor:
 
 def _tensor(texts: tuple[bytes, ...]) -> pb_utils.Tensor:
     return pb_utils.Tensor("OUTPUT", np.array(texts, np.object_))
-
-
-def _fail(text: str) -> pb_utils.InferenceResponse:
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(text))

@@ -4,10 +4,8 @@ sending.
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,10 +17,8 @@ from exporter import Exporter
 from manylora.config.repository import engine_config, parameters_of
 from manylora.doors.triton.bls_worker import ServerCalls
 from manylora.doors.triton.engine_worker import EngineModelOptions, EngineWorker, Outputs
-from manylora.doors.triton.server_types import release
-from manylora.doors.triton.shape_guard import check_shapes
+from manylora.doors.triton.server_types import ServerModel
 from manylora.engine.loop import EngineLoop
-from manylora.errors import ConfigError
 from manylora.system.lifeline import Lifeline
 
 # The engine's thread and the sending thread alternate in holding the GIL. A turn is 5 ms by default, for
@@ -31,32 +27,21 @@ TURN_S = 1e-4
 SMALL_BYTES, CACHED = 8, 1024  # maximum size and number of cached output tensors
 
 
-class TritonPythonModel:
-    def initialize(self, args: dict[str, str]) -> None:
-        lifeline = Lifeline(args["model_instance_name"])
-        check_shapes(pb_utils)
-        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
-        exporter = Exporter(args["model_name"], args["model_version"])
-        model_config = args["model_config"]
-        decoupled = pb_utils.using_decoupled_model_transaction_policy(json.loads(model_config))
-        try:
-            options = EngineModelOptions.of(model_config, decoupled)
-            folder = Path(args["model_repository"])
-            engine = EngineLoop.start(engine_config(parameters_of(model_config), folder))
-            sys.setswitchinterval(TURN_S)
-        except (ConfigError, ValueError) as error:
-            raise pb_utils.TritonModelException(str(error)) from None
-        self._worker = EngineWorker(
-            engine, options, lifeline, exporter, _respond, ServerCalls(pb_utils).fail, _bfloat16_bits
-        )
+class TritonPythonModel(ServerModel):
+    pb_utils = pb_utils
 
-    def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
-        self._worker.execute(requests)
+    def open(self, args: Mapping[str, str], lifeline: Lifeline) -> EngineWorker:
+        exporter = Exporter({"model": args["model_name"], "version": args["model_version"]})
+        model_config, folder = args["model_config"], Path(args["model_repository"])
+        options = EngineModelOptions.of(model_config, self.is_decoupled(args))
+        engine = EngineLoop.start(engine_config(parameters_of(model_config), folder))
+        sys.setswitchinterval(TURN_S)
+        fail = ServerCalls(pb_utils).fail
+        return EngineWorker(engine, options, lifeline, exporter, _respond, fail, _bfloat16_bits)
 
     def finalize(self) -> None:
-        self._worker.close()
+        super().finalize()
         _small_tensor.cache_clear()  # a tensor that outlives the server's memory crashes the process
-        release(self)
 
 
 def _respond(outputs: Outputs) -> pb_utils.InferenceResponse:

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
@@ -15,41 +14,29 @@ from manylora.config.repository import flag, names_file, parameters_beside, para
 from manylora.doors.triton.bls_worker import BlsWorker, ServerCalls
 from manylora.doors.triton.metrics import VllmMetrics
 from manylora.doors.triton.prompts import EngineSetup, PromptRunner
-from manylora.doors.triton.server_types import release
-from manylora.doors.triton.shape_guard import check_shapes
+from manylora.doors.triton.server_types import ServerModel
 from manylora.doors.triton.vllm_model import VllmModel, takes_adapters
 from manylora.errors import ConfigError
 from manylora.system.lifeline import Lifeline
 
 
-class TritonPythonModel:
-    def initialize(self, args: dict[str, str]) -> None:
-        lifeline = Lifeline(args["model_instance_name"])
-        check_shapes(pb_utils)
+class TritonPythonModel(ServerModel):
+    pb_utils = pb_utils
+
+    def open(self, args: Mapping[str, str], lifeline: Lifeline) -> BlsWorker:
         name, folder = args["model_name"], Path(args["model_repository"])
         parameters, server = parameters_of(args["model_config"]), ServerCalls(pb_utils)
-        try:
-            engine = EngineSetup.open(folder, parameters)
-            file = names_file(parameters_beside(folder, engine.name), folder)
-            names = list(read_names(file)) if file is not None else []
-            observe, write, self._end = None, lambda: None, lambda: None
-            if flag(parameters, "REPORT_CUSTOM_METRICS", False):
-                labels = {"model": name, "version": args["model_version"]}
-                metrics = VllmMetrics(pb_utils, labels, engine.model.max_position_embeddings)
-                observe, write, self._end = metrics.observe, metrics.write, metrics.close
-            runner = PromptRunner(server.call, engine)
-            enabled = takes_adapters(folder / args["model_version"] / "model.json")
-            model = VllmModel(runner, names, enabled, observe)
-        except ConfigError as error:
-            raise pb_utils.TritonModelException(str(error)) from None
-        if not pb_utils.using_decoupled_model_transaction_policy(json.loads(args["model_config"])):
-            raise pb_utils.TritonModelException(f"{name} must have decoupled: True in its config.pbtxt")
-        self._worker = BlsWorker(name, lifeline, model.answer, True, server, write)
-
-    def execute(self, requests: Sequence[pb_utils.InferenceRequest]) -> None:
-        self._worker.execute(requests)
-
-    def finalize(self) -> None:
-        self._worker.close()
-        self._end()
-        release(self)
+        engine = EngineSetup.open(folder, parameters)
+        file = names_file(parameters_beside(folder, engine.name), folder)
+        names = list(read_names(file)) if file is not None else []
+        metrics = None
+        if flag(parameters, "REPORT_CUSTOM_METRICS", False):
+            labels = {"model": name, "version": args["model_version"]}
+            metrics = VllmMetrics(pb_utils, labels, engine.model.max_position_embeddings)
+        enabled = takes_adapters(folder / args["model_version"] / "model.json")
+        observe = None if metrics is None else metrics.observe
+        model = VllmModel(PromptRunner(server.call, engine), names, enabled, observe)
+        if not self.is_decoupled(args):
+            raise ConfigError(f"{name} must have decoupled: True in its config.pbtxt")
+        write = (lambda: None) if metrics is None else metrics.write
+        return BlsWorker(name, lifeline, model.answer, True, server, write)

@@ -72,7 +72,6 @@ Values = Mapping[str, np.ndarray | ServerTensor]
 
 T = TypeVar("T")
 
-
 CallModel = Callable[..., Iterable[Mapping[str, ServerTensor]]]
 """Calls another model: see `ServerCalls.call`."""
 

@@ -130,8 +130,7 @@ def _response(answer: Answer, asked: PromptRequest, extras: set[str], prompt: st
         found["stop_reason"] = text_tensor(str(one.stop_reason) for one in outputs)
     if "return_cumulative_logprob" in extras:
         found["cumulative_logprob"] = np.array([one.cumulative_logprob for one in outputs], np.float32)
-    engine = answer.statistics if asked.statistics and answer.finished else {}
-    if engine:
+    if asked.statistics and answer.finished and (engine := answer.statistics):
         sources = {name: name for name in engine if name != REUSED} | RENAMED
         for name, source in sources.items():
             found[name] = np.array([engine[source]], KINDS[name])

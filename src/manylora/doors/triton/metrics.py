@@ -1,12 +1,12 @@
 """Prometheus metrics of the engine as plain data: TensorRT-LLM's families, and ours for adapters.
-VllmMetrics: the metrics of vllm_backend, with vLLM's names.
+VllmMetrics: the metrics of vllm_backend, with vLLM's names. Both are written to Triton by MetricWriter.
 """
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -296,37 +296,83 @@ def families(longest: int) -> dict[str, MetricFamily]:
     }
 
 
+Labels = tuple[tuple[str, str], ...]
+
+
+class MetricWriter:
+    """Passes samples to Triton. One thread only: two threads on one metric crash the server.
+
+    pb_utils: triton_python_backend_utils. labels: on every metric. It must not outlive the model's
+    `finalize`: a metric that is released later crashes the process.
+    """
+
+    def __init__(
+        self, pb_utils: Any, families: Mapping[str, MetricFamily], labels: Mapping[str, str]
+    ) -> None:
+        self._pb_utils, self._kinds, self._common = pb_utils, families, dict(labels)
+        self._families = {name: self._family(name) for name in families}
+        self._metrics: dict[str, dict[Labels, Any]] = {name: {} for name in families}
+        # (family, labels) -> value of a gauge, or of a counter that is reported as a total
+        self._last: dict[tuple[str, Labels], float] = {}
+
+    def put(self, sample: Sample) -> None:
+        family, metric = self._kinds[sample.family], self.metric(sample.family, sample.labels)
+        key = (sample.family, sample.labels)
+        last = self._last.get(key, 0)
+        if family.kind == "histogram":
+            metric.observe(sample.value)
+        elif sample.increment:
+            metric.increment(sample.value)
+        elif sample.value != last:  # each update calls the server, so skip unchanged values
+            if family.kind == "gauge":
+                metric.set(sample.value)
+            else:
+                metric.increment(sample.value - last)
+            self._last[key] = sample.value
+
+    def metric(self, name: str, labels: Labels = ()) -> Any:
+        found = self._metrics[name].get(labels)
+        if found is None:
+            buckets = self._kinds[name].buckets
+            more = {"buckets": list(buckets)} if buckets else {}
+            found = self._families[name].Metric(labels={**self._common, **dict(labels)}, **more)
+            self._metrics[name][labels] = found
+        return found
+
+    def keep_only(self, name: str, labels: Set[Labels]) -> None:
+        """Create the family again if it has a label set that is gone."""
+        if self._metrics[name].keys() - labels:
+            for gone in self._metrics[name]:
+                self._last.pop((name, gone), None)
+            self._metrics[name].clear()
+            del self._families[name]  # Triton drops the series with the family, not with the metric
+            self._families[name] = self._family(name)
+
+    def _family(self, name: str) -> Any:
+        # Triton adds the class only when the model is created.
+        kinds, family = self._pb_utils.MetricFamily, self._kinds[name]
+        return kinds(name=name, description=family.help, kind=getattr(kinds, family.kind.upper()))
+
+
 class VllmMetrics:
-    """pb_utils: triton_python_backend_utils. labels: on every metric."""
+    """longest: tokens of a sequence. pb_utils, labels: of MetricWriter."""
 
     def __init__(self, pb_utils: Any, labels: Mapping[str, str], longest: int) -> None:
         self._finished: queue.SimpleQueue[tuple[PromptRequest, Answer]] = queue.SimpleQueue()
-        self._metrics, self._families = {}, []
-        for name, one in families(longest).items():
-            kind = getattr(pb_utils.MetricFamily, one.kind.upper())
-            family = pb_utils.MetricFamily(name=name, description=one.help, kind=kind)
-            self._families.append(family)  # keeps the family, without which its metrics end
-            buckets = {"buckets": list(one.buckets)} if one.buckets else {}
-            self._metrics[name] = family.Metric(labels=dict(labels), **buckets)
+        known = families(longest)
+        self._writer = MetricWriter(pb_utils, known, labels)
+        for name in known:  # shown before the first request
+            self._writer.metric(name)
 
     def observe(self, asked: PromptRequest, answer: Answer) -> None:
         """Record a finished answer, with its statistics. Thread-safe."""
         self._finished.put((asked, answer))
 
-    def close(self) -> None:
-        """Call this in the model's `finalize`: a metric that is released later crashes the process."""
-        self._metrics.clear()
-        self._families.clear()
-
     def write(self) -> None:
-        """Write what was recorded. One thread only: two threads on one metric crash the server."""
+        """Write what was recorded. One thread only."""
         while not self._finished.empty():
             for name, value in samples(*self._finished.get()):
-                metric = self._metrics[name]
-                if name.endswith("_total"):
-                    metric.increment(value)
-                else:
-                    metric.observe(value)
+                self._writer.put(Sample(name, (), value, increment=True))
 
 
 def samples(asked: PromptRequest, answer: Answer) -> list[tuple[str, float]]:

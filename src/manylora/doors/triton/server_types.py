@@ -1,26 +1,30 @@
 """The parts of the Python backend's objects that this package uses, and when they are freed: not while the
-server uses them, nor after its memory. Texts and lists of words as tensors: stop and bad words are one [2, L]
-per request, ids in row 0, cumulative ends in row 1.
+server uses them, nor after its memory. ServerModel: what all models have in common. Texts and lists of words
+as tensors: stop and bad words are one [2, L] per request, ids in row 0, cumulative ends in row 1.
 """
 
 from __future__ import annotations
 
 import gc
+import json
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 
-from manylora.errors import RequestError
+from manylora.doors.triton.shape_guard import check_shapes
+from manylora.errors import ConfigError, RequestError
 from manylora.request import MAX_WORD_TOKENS
+from manylora.system.lifeline import Lifeline
 
 FINAL = 1
 """TRITONSERVER_RESPONSE_COMPLETE_FINAL: the flag of a request's last response."""
 
 Arrays = Mapping[str, np.ndarray]
 """Tensors by name, each with its leading batch dimension."""
-
 
 Response = Any
 """The backend's InferenceResponse. Only models can create one."""
@@ -68,12 +72,41 @@ def send(sender: ResponseSender, response: Response | None, flags: int = 0) -> N
     del kept  # only now
 
 
-def release(model: object) -> None:
-    """Frees what a model refers to, at the end of its `finalize`: tensors, requests and metrics, which are in
-    the server's shared memory. When the interpreter ends, that is gone, and freeing them would crash.
+class ServerModel:
+    """The life of one of Triton's Python models. pb_utils: triton_python_backend_utils. open: the worker of a
+    model with these arguments, which has `execute` and `close`; raises ConfigError or ValueError.
     """
-    vars(model).clear()
-    gc.collect()
+
+    pb_utils: Any
+
+    def open(self, args: Mapping[str, str], lifeline: Lifeline) -> Any:
+        raise NotImplementedError
+
+    def initialize(self, args: dict[str, str]) -> None:
+        lifeline = Lifeline(args["model_instance_name"])
+        check_shapes(self.pb_utils)
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
+        try:
+            self._worker = self.open(args, lifeline)
+        except (ConfigError, ValueError) as error:
+            raise self.pb_utils.TritonModelException(str(error)) from None
+
+    def execute(self, requests: Sequence[ServerRequest]) -> list[Response | None] | None:
+        return self._worker.execute(requests)
+
+    def finalize(self) -> None:
+        """Tensors, requests and metrics are in the server's shared memory. When the interpreter ends, that is
+        gone, and freeing them would crash.
+        """
+        self._worker.close()
+        vars(self).clear()
+        gc.collect()
+
+    def fail(self, text: str) -> Response:
+        return self.pb_utils.InferenceResponse(error=self.pb_utils.TritonError(text))
+
+    def is_decoupled(self, args: Mapping[str, str]) -> bool:
+        return self.pb_utils.using_decoupled_model_transaction_policy(json.loads(args["model_config"]))
 
 
 def utf8(value: bytes | str, name: str) -> str:
@@ -84,8 +117,12 @@ def utf8(value: bytes | str, name: str) -> str:
         raise RequestError(f"{name} must be valid UTF-8") from None
 
 
-def encode_word_lists(requests: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
-    """Token ids of each word of each request as [requests, 2, L] int32; ids end in 0, ends in -1."""
+def encode_word_lists(requests: Sequence[Sequence[Sequence[int]]] | None, count: int = 1) -> np.ndarray:
+    """Token ids of each word of `count` requests as [count, 2, L] int32; ids end in 0, ends in -1. None: no
+    words, L is 0.
+    """
+    if requests is None:
+        return np.empty((count, 2, 0), np.int32)
     width = max([1, *(sum(map(len, words)) for words in requests)])
     table = np.zeros((len(requests), 2, width), np.int32)
     table[:, 1] = -1

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -63,7 +62,6 @@ class TextWorker:
         respond: Callable[[Arrays], Response],
         fail: Callable[[str], Response],
     ) -> None:
-        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
         self._name, self._lifeline = name, lifeline
         self._length, self._respond, self._fail = length, respond, fail
         self._threads = TextThreads()
@@ -181,8 +179,8 @@ class Preprocessor:
             "REQUEST_INPUT_LEN": lengths,
             "DECODER_INPUT_ID": decoder_ids,
             "REQUEST_DECODER_INPUT_LEN": decoder_lengths,
-            "BAD_WORDS_IDS": _word_lists(_words(inputs, "BAD_WORDS_DICT", texts), count),
-            "STOP_WORDS_IDS": _word_lists(_stops(inputs, texts, ends), count),
+            "BAD_WORDS_IDS": encode_word_lists(_words(inputs, "BAD_WORDS_DICT", texts), count),
+            "STOP_WORDS_IDS": encode_word_lists(_stops(inputs, texts, ends), count),
             "EMBEDDING_BIAS": self._biases(inputs, texts),
             "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"],
             "OUT_END_ID": inputs.get("END_ID", np.array([one[:1] or [-1] for one in ends], np.int32)),
@@ -280,11 +278,6 @@ def _sampling_defaults(text: OwnText) -> bytes:
     if fields.get("temperature") and not (fields.get("top_k") or "top_p" in fields):
         fields["top_p"] = 1.0  # the engine samples only if top_k or top_p ask for it
     return json.dumps(fields).encode() if fields else b""
-
-
-def _word_lists(words: Words | None, count: int) -> np.ndarray:
-    """[count, 2, L]; L is 0 without words."""
-    return np.empty((count, 2, 0), np.int32) if words is None else encode_word_lists(words)
 
 
 def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[np.ndarray, np.ndarray]:

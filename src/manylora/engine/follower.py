@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -38,7 +37,7 @@ from manylora.model.batch import copy_blocks
 from manylora.model.decoder import Decoder
 from manylora.ranks.channel import Channel, ChannelClosedError, Message
 from manylora.ranks.rank_info import RANK_0_GONE, RankInfo, find_rank
-from manylora.ranks.rendezvous import LOOPBACK, REFUSED, group_store, identity, join
+from manylora.ranks.rendezvous import LOOPBACK, REFUSED, from_values, group_store, identity, join
 
 logger = logging.getLogger("manylora")
 
@@ -253,7 +252,7 @@ def main(arguments: Sequence[str]) -> None:
     store = group_store(TCPStore(LOOPBACK, values["port"], is_master=False))
     try:
         info = RankInfo(rank, size, rank, size)
-        follow(pickle.loads(bytes.fromhex(values["config"])), info, joined=(steps, adapters, store))
+        follow(from_values(values["config"]), info, joined=(steps, adapters, store))
     except Exception as error:
         logger.debug("this rank ends", exc_info=error)
         os._exit(1)

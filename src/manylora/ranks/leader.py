@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import secrets
 import select
 import signal
@@ -244,8 +243,8 @@ class Leader:
         deadline = time.monotonic() + rendezvous.START_S
         for link in self._watch.links:
             values: dict[str, Any] = {"rank": link.rank, "size": info.size, "port": port}
-            if link.process is not None:  # others have their configuration, and unpickle nothing
-                values["config"] = pickle.dumps(config).hex()
+            if link.process is not None:  # others have their configuration
+                values["config"] = rendezvous.to_values(config)
             self._tell_one(link, Message("start", values))
         for link in self._watch.links:
             found = self._watch.wait_hello(link.rank, deadline)

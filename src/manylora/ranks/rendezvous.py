@@ -20,14 +20,17 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from manylora.config.engine import EngineConfig
+from manylora.checkpoints.quant.config import QuantConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.settings import CONVERTERS
 from manylora.errors import ConfigError
 from manylora.ranks.channel import Channel, ChannelClosedError, Message
 from manylora.ranks.rank_info import RankInfo
@@ -41,6 +44,25 @@ OF_RANK_0 = (
     "disk_cache_dir",
 )  # fmt: skip
 """Paths, which may differ between hosts. Those of adapters are read only by rank 0."""
+
+
+def to_values(config: EngineConfig) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(config), default=str))
+
+
+def from_values(values: Mapping[str, Any]) -> EngineConfig:
+    """The configuration from which `to_values` made these."""
+    given = dict(values)
+    lora, quant = _typed(LoraCacheConfig, given.pop("lora")), given.pop("quant")
+    own = _typed(EngineConfig, given)
+    made = None if quant is None else QuantConfig(**quant)
+    return EngineConfig(**own, quant=made, lora=LoraCacheConfig(**lora))
+
+
+def _typed(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    types = {one.name: str(one.type).removesuffix(" | None") for one in fields(kind)}
+    convert = {name: CONVERTERS.get(text, lambda value: value) for name, text in types.items()}
+    return {name: None if value is None else convert[name](value) for name, value in values.items()}
 
 
 def identity(config: EngineConfig) -> dict[str, str]:

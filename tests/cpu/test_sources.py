@@ -151,6 +151,7 @@ def repacked(data: bytes, change: Callable[[str, bytes], bytes], compression: in
 ONE = KEY.format(0, "in")
 ZEROS = saved({"a": torch.zeros(2**22)})
 ONES = saved({ONE: torch.ones(4)})
+WIDE = b"".join(b"h%c\x86q%c" % (n, n + 1) for n in range(60))
 LONG_PICKLE = b"\x80\x02" + b"N0" * 2_000_000 + b"."
 
 
@@ -163,6 +164,9 @@ WEIGHTS = {
     "code": (saved({"a": Bomb()}), r"names \S+, which is not a tensor; code in a checkpoint is never run"),
     "by name": (as_pickle(pickle.dumps(Bomb(), 4)), "STACK_GLOBAL"),
     "long pickle": (as_pickle(LONG_PICKLE), "longer than an adapter's"),
+    # Without a bound, the first takes 2^60 steps to hash, and the second the stack of the process.
+    "wide key": (as_pickle(b"\x80\x02}K\x01q\x00" + WIDE + b"Ns."), "tuples in tuples"),
+    "deep key": (as_pickle(b"\x80\x02}N" + b"\x85" * 400_000 + b"Ns."), "tuples in tuples"),
     "no tensors": (saved([1, 2]), "something else than named tensors"),
     "compressed": (repacked(ZEROS, lambda _, d: d, zipfile.ZIP_DEFLATED), "compressed"),
     "repeated value": (saved({ONE: torch.ones(1).expand(10**6, 10**6)}), "larger than the file"),

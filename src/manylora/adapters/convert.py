@@ -40,7 +40,7 @@ from manylora.request import LoraInput
 
 MODEL_CONFIG = "config.json"
 STORAGE_TYPES = ("float32", "float16", "bfloat16")
-ALLOW_BIN = "without effect: adapter_model.bin is read too, in a process of its own"
+ALLOW_BIN = "without effect: adapter_model.bin is read too"
 ADAPTER = MODULE.rpartition(".")[2]
 STEM = "adapter_model"
 

@@ -34,9 +34,9 @@ from manylora.adapters.formats.peft.settings import (
 )
 from manylora.adapters.formats.peft_types import check_peft_type, convert
 from manylora.adapters.formats.peft_types.converted import LoraForm, PeftFiles
-from manylora.adapters.formats.pickled import read_pickled
+from manylora.adapters.formats.pickled import read_torch
 from manylora.adapters.formats.read_options import DEFAULT, ReadOptions
-from manylora.adapters.formats.safe_files import OpenFile, is_plain
+from manylora.adapters.formats.safe_files import OpenFile, is_plain, read_small
 from manylora.adapters.formats.tensor_files import RawTensor, header_of, read_safetensors, tensors_of
 from manylora.adapters.formats.trainers import in_peft_form, is_foreign
 from manylora.adapters.number_types import BY_SAFETENSORS, NumberType
@@ -195,9 +195,10 @@ def _pickled_tensors(folder: Path, options: ReadOptions) -> dict[str, RawTensor]
             "with manylora convert -i ADAPTER -o CONVERTED"
         )
     try:
-        return read_pickled(pickled, options.bounds)
+        data = read_small(pickled, options.bounds, options.bounds.checkpoint_bytes)
     except OSError as error:
         raise AdapterInvalidError(f"{PICKLED} is not readable: {one_line(error)}") from error
+    return read_torch(data, PICKLED, options.bounds)
 
 
 def _read_form(

@@ -79,8 +79,8 @@ def _layout_key(settings: Mapping[str, Any], file: OpenFile) -> bytes:
 class ReadOptions:
     """modules: the model's, whose dimensions the matrices of PEFT and NeMo must have; None: not known. base:
     normalises PEFT's DoRA magnitudes and is what extras are relative to; None: these are refused. bounds:
-    checked against headers before values are read. allow_bin: also read PEFT's adapter_model.bin, in a
-    separate process; for tools. float8: keep 8-bit floats; otherwise they become bfloat16. digest: compute
+    checked against headers before values are read. allow_bin: also read PEFT's adapter_model.bin; for tools.
+    float8: keep 8-bit floats; otherwise they become bfloat16. digest: compute
     the digest of each PEFT row while it is read. bfloat16: with `digest`, narrow large adapters for pages of
     that type, except routed experts. text_only: leave out tensors for a model's vision part, which are
     refused otherwise. num_layers: of the model, if the bounds do not know it. shared: rows may be vectors

@@ -1,8 +1,8 @@
 """PEFT's types of adapter: each is converted to the form of a LoRA, exactly, or refused.
 
 A type is one row of `READERS` and one function. If each module is converted by itself, that function takes
-`(pairs, path)` and `by_module` makes a reader of it; else it takes `PeftFiles` and returns `LoraForm`. Keys
-that only this type has in adapter_config.json are listed in `peft/settings.py`.
+`(pairs, path)` and returns A and B, and `by_module` makes a reader of it; else it takes `PeftFiles` and
+returns `LoraForm`. Keys that only this type has in adapter_config.json are listed in `peft/settings.py`.
 """
 
 from __future__ import annotations

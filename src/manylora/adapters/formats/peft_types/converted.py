@@ -4,21 +4,24 @@ wrong raises AdapterInvalidError."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from manylora.adapters.formats.base_weights import BaseReader
 from manylora.adapters.formats.peft.names import EXPERT_KEY, LORA_NAMES, module_of
-from manylora.adapters.formats.peft.settings import CONFIG, PeftConfig, config_of, peft_type
+from manylora.adapters.formats.peft.settings import CONFIG, PeftConfig, config_of, form_of, peft_type
 from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.tensor_files import RawTensor, decode
 from manylora.adapters.modules import LoraModule
 from manylora.errors import AdapterInvalidError
 from manylora.request import LoraExtra
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Pairs:
         self._rest: dict[str, RawTensor] = {}
         self._vectors: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._common: dict[tuple[int, int], tuple[RawTensor, RawTensor]] = {}  # A and B, by their sizes
+        self._reserved: tuple[tuple[int, int], tuple[int, int]] | None = None
         self._elements = 0
         for key, tensor in files.tensors.items():
             path, _, part = key.removesuffix(".weight").rpartition(".")
@@ -91,6 +95,16 @@ class Pairs:
         if len(shape) != dims or 0 in shape:
             raise AdapterInvalidError(f"{path}.{part} has shape {shape}, {dims} dimensions are expected")
         return shape
+
+    def sizes(self, path: str, letters: str, **shapes: str) -> list[int]:
+        """The sizes of a module that these letters stand for. shapes: of its tensors, such as "r i": the same
+        letter is the same size in all of them, a digit is itself."""
+        found: dict[str, int] = {}
+        for part, names in shapes.items():
+            for name, size in zip(names.split(), self.shape(path, part, len(names.split())), strict=True):
+                if found.setdefault(name, int(name) if name.isdigit() else size) != size:
+                    raise unfit(path)
+        return [found[letter] for letter in letters.split()]
 
     def read(self, path: str, part: str) -> np.ndarray:
         """The values in float32."""
@@ -125,19 +139,39 @@ class Pairs:
             )
         return module
 
-    def add(self, path: str, rank: int, in_dim: int, out_dim: int, make: Callable[[], Matrices]) -> None:
-        """Add a module. make: returns A [rank, in] and B [out, rank]; called only if they are not too large.
-        A module of rank 0 is left out."""
-        if rank == 0:
-            return
+    def base_weight(self, path: str, in_dim: int, out_dim: int) -> Tensor:
+        """The base's weight [out, in] in float32."""
+        if self.files.base is None:
+            raise AdapterInvalidError(
+                f"{CONFIG} describes {form_of(self.files.settings)}: its change is computed from the base's "
+                "weights, which are not known here: name their directory with --base"
+            )
+        return self.files.base.weight(path, in_dim, out_dim, self.is_transposed(path))
+
+    def is_transposed(self, path: str) -> bool:
+        """Whether the base's weight is stored as [in, out]."""
+        module = self.module(path)
+        return bool(self.files.settings.get("fan_in_fan_out")) if module is None else module.transposed
+
+    def reserve(self, path: str, rank: int, in_dim: int, out_dim: int) -> None:
+        """Refuse a module that is too large, before its A [rank, in] and B [out, rank] are computed, which
+        must have these sizes."""
         self._check(path, rank, rank * (in_dim + out_dim))
-        try:
-            a, b = make()
-        except (ValueError, RuntimeError, IndexError) as error:  # shapes that no reader has looked at
-            raise unfit(path) from error
-        if a.shape != (rank, in_dim) or b.shape != (out_dim, rank):
-            raise unfit(path)
-        self._made |= {f"{path}.lora_A.weight": raw(a), f"{path}.lora_B.weight": raw(b)}
+        self._reserved = (rank, in_dim), (out_dim, rank)
+
+    def convert(self, paths: Iterable[str], make: Callable[[str], Matrices]) -> LoraForm:
+        """The adapter as a LoRA. make: returns A and B of the module at a path, after `reserve`. One of rank
+        0 is left out."""
+        for path in paths:
+            try:
+                a, b = make(path)
+            except (ValueError, RuntimeError, IndexError) as error:  # shapes that no reader has looked at
+                raise unfit(path) from error
+            if (a.shape, b.shape) != self._reserved:
+                raise unfit(path)
+            if len(a):
+                self._made |= {f"{path}.lora_A.weight": raw(a), f"{path}.lora_B.weight": raw(b)}
+        return self.form()
 
     def add_shared(self, path: str, a: np.ndarray, b: np.ndarray, of_b: np.ndarray, of_d: np.ndarray) -> None:
         """Add a module with the change diag(of_b) b diag(of_d) a. a [rank, in] and b [out, rank] are slices
@@ -147,7 +181,8 @@ class Pairs:
         name = LORA_NAMES.find(key)
         in_stack = name is not None and name.stack is not None
         if not self.files.options.shared or EXPERT_KEY.fullmatch(key) or in_stack:
-            self.add(path, rank, in_dim, out_dim, lambda: (a * of_d[:, None], b * of_b[:, None]))
+            self._check(path, rank, rank * (in_dim + out_dim))
+            self._made |= {key: raw(a * of_d[:, None]), f"{path}.lora_B.weight": raw(b * of_b[:, None])}
             return
         self._check(path, rank, rank + out_dim)
         if (in_dim, out_dim) not in self._common:
@@ -229,15 +264,13 @@ def raw(values: np.ndarray) -> RawTensor:
 
 
 def by_module(
-    convert: Callable[[Pairs, str], None], *parts: str, beside: Collection[str] = ()
+    make: Callable[[Pairs, str], Matrices], *parts: str, beside: Collection[str] = ()
 ) -> Callable[[PeftFiles], LoraForm]:
-    """The reader of a type whose modules are converted one by one. convert: adds A and B of the module at a
+    """The reader of a type whose modules are converted one by one. make: returns A and B of the module at a
     path. parts: tensors that identify such a module. beside: further tensors that it may have."""
 
     def read(files: PeftFiles) -> LoraForm:
         pairs = Pairs(files, (*parts, *beside))
-        for path in pairs.paths(*parts):
-            convert(pairs, path)
-        return pairs.form()
+        return pairs.convert(pairs.paths(*parts), partial(make, pairs))
 
     return read

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -109,18 +108,15 @@ def read_vblora(files: PeftFiles) -> LoraForm:
     if topk > count:
         raise AdapterInvalidError(f"topk is {topk}, and {BANK} has {count} vectors")
 
-    def mixed(path: str, rank: int) -> Matrices:
+    def mixed(path: str) -> Matrices:
+        of_a, of_b = (side if pairs.has(path, side) else f"{side}_topk_indices" for side in SIDES)
+        rank, inputs, outputs = pairs.sizes(path, "r i o", **{of_a: "r i n", of_b: "o r m"})
+        pairs.check_rank(path, rank)
+        pairs.reserve(path, rank, inputs * length, outputs * length)
         a, b = (_mix(pairs, path, side, bank, topk) for side in SIDES)
         return a.reshape(rank, -1), b.transpose(0, 2, 1).reshape(-1, rank)
 
-    for path in pairs.paths(*SIDES, *saved):
-        parts = (side if pairs.has(path, side) else f"{side}_topk_indices" for side in SIDES)
-        (rank, inputs, _), (outputs, other, _) = (pairs.shape(path, part, 3) for part in parts)
-        if rank != other:
-            raise AdapterInvalidError(f"{path} has rank {rank} in A and {other} in B")
-        pairs.check_rank(path, rank)
-        pairs.add(path, rank, inputs * length, outputs * length, partial(mixed, path, rank))
-    return pairs.form()
+    return pairs.convert(pairs.paths(*SIDES, *saved), mixed)
 
 
 def _mix(pairs: Pairs, path: str, side: str, bank: np.ndarray, topk: int) -> np.ndarray:
@@ -181,32 +177,31 @@ def read_tinylora(files: PeftFiles) -> LoraForm:
     found = {int(m[1]): key for key in files.tensors if (m := TINYLORA_KEY.fullmatch(key))}
     rest = {key: tensor for key, tensor in files.tensors.items() if not TINYLORA_KEY.fullmatch(key)}
     pairs = Pairs(replace(files, tensors=rest), ("tinylora_A", "tinylora_B", "tinylora_P"))
-    paths, tied = in_model_order(pairs.paths("tinylora_A", "tinylora_B")), pairs.number("weight_tying", 0.0)
+    paths = in_model_order(pairs.paths("tinylora_A", "tinylora_B"))
+    places, tied = {path: place for place, path in enumerate(paths)}, pairs.number("weight_tying", 0.0)
     if not 0 <= tied <= 1:
         raise AdapterInvalidError(f"{CONFIG}: weight_tying must be from 0 to 1")
     groups = max(1, round(len(paths) * (1 - tied)))
     size = max(1, len(paths) // groups)
 
-    def mixed(path: str, place: int, rank: int, numbers: np.ndarray) -> Matrices:
-        if pairs.has(path, "tinylora_P"):
-            random = pairs.read(path, "tinylora_P")
-        else:
-            random = _draw_tinylora(files, place, (len(numbers), rank, rank))
-        if random.shape != (*numbers.shape, rank, rank):
-            raise AdapterInvalidError(f"{path}.tinylora_P has shape {random.shape}, which does not fit")
-        return np.tensordot(numbers, random, 1) @ pairs.read(path, "tinylora_A"), pairs.read(
-            path, "tinylora_B"
-        )
-
-    for place, path in enumerate(paths):
-        group = min(place // size, groups - 1)
-        (rank, in_dim), (out_dim, _) = pairs.shape(path, "tinylora_A"), pairs.shape(path, "tinylora_B")
+    def mixed(path: str) -> Matrices:
+        group = min(places[path] // size, groups - 1)
+        rank, in_dim, out_dim = pairs.sizes(path, "r i o", tinylora_A="r i", tinylora_B="o r")
         pairs.check_rank(path, rank)
         if group not in found:
             raise AdapterInvalidError(f"the adapter is missing tinylora_v.{group}, which {path} takes")
+        pairs.reserve(path, rank, in_dim, out_dim)
         numbers = decode(found[group], files.tensors[found[group]])
-        pairs.add(path, rank, in_dim, out_dim, partial(mixed, path, place, rank, numbers))
-    return pairs.form()
+        if pairs.has(path, "tinylora_P"):
+            random = pairs.read(path, "tinylora_P")
+        else:
+            random = _draw_tinylora(files, places[path], (len(numbers), rank, rank))
+        if random.shape != (*numbers.shape, rank, rank):
+            raise AdapterInvalidError(f"{path}.tinylora_P has shape {random.shape}, which does not fit")
+        mixed = np.tensordot(numbers, random, 1)
+        return mixed @ pairs.read(path, "tinylora_A"), pairs.read(path, "tinylora_B")
+
+    return pairs.convert(paths, mixed)
 
 
 def _draw_tinylora(files: PeftFiles, place: int, shape: tuple[int, int, int]) -> np.ndarray:
@@ -236,6 +231,10 @@ def read_unilora(files: PeftFiles) -> LoraForm:
         return _drawn(pairs, numbers)
 
     def chosen(path: str) -> Matrices:
+        names = {f"unilora_indices_{side}": shape for side, shape in (("A", "r i"), ("B", "o r"))}
+        rank, in_dim, out_dim = pairs.sizes(path, "r i o", **names)
+        pairs.check_rank(path, rank)
+        pairs.reserve(path, rank, in_dim, out_dim)
         made = []
         for side in "AB":
             indices = pairs.integers(path, f"unilora_indices_{side}", len(numbers))
@@ -245,11 +244,7 @@ def read_unilora(files: PeftFiles) -> LoraForm:
             made.append(numbers[indices] * scales)
         return made[0], made[1]
 
-    for path in paths:
-        (rank, in_dim), (out_dim, _) = (pairs.shape(path, f"unilora_indices_{side}") for side in "AB")
-        pairs.check_rank(path, rank)
-        pairs.add(path, rank, in_dim, out_dim, partial(chosen, path))
-    return pairs.form()
+    return pairs.convert(paths, chosen)
 
 
 def _drawn(pairs: Pairs, numbers: np.ndarray) -> LoraForm:
@@ -284,11 +279,12 @@ def _drawn(pairs: Pairs, numbers: np.ndarray) -> LoraForm:
     random.shuffle(chosen)
     counts = np.bincount(chosen, minlength=len(numbers)).astype(np.float32)
     scaled = numbers / np.sqrt(np.maximum(counts, 1))
-    at = 0
-    for path, (in_dim, out_dim) in dims.items():
-        a = scaled[chosen[at : at + rank * in_dim]].reshape(rank, in_dim)
-        at += rank * in_dim
-        b = scaled[chosen[at : at + out_dim * rank]].reshape(out_dim, rank)
-        at += out_dim * rank
-        pairs.add(path, rank, in_dim, out_dim, partial(tuple, (a, b)))
-    return pairs.form()
+    starts = dict(zip(dims, np.cumsum([0, *(rank * sum(sizes) for sizes in dims.values())]), strict=False))
+
+    def drawn(path: str) -> Matrices:
+        (in_dim, out_dim), start = dims[path], starts[path]
+        pairs.reserve(path, rank, in_dim, out_dim)
+        a, b = np.split(scaled[chosen[start : start + rank * (in_dim + out_dim)]], [rank * in_dim])
+        return a.reshape(rank, in_dim), b.reshape(out_dim, rank)
+
+    return pairs.convert(dims, drawn)

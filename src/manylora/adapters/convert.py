@@ -183,14 +183,14 @@ def convert_peft(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weights [1, rows, W] in the storage type (bfloat16 as 2-byte void) and config [1, rows, 4] int32.
 
-    partial, base, text_only: as in `read_peft`. invocation: as in `take_invocation`. The rows of a fused
+    partial, base, text_only: as in `ReadOptions`. invocation: as in `take_invocation`. The rows of a fused
     query_key_value are ordered by config.json of base, of the adapter's own directory, or of the base model
     that its settings name if that is a directory. Raises AdapterInvalidError.
     """
     file = find_model_config(Path(folder), base.model_dir if base else None)
     modules = read_fused_rows(file) if file else {}
-    options = ReadOptions(modules or None, base, allow_bin=True, text_only=text_only)
-    weights, config = pack_rows(read_peft(Path(folder), partial, options, invocation))
+    options = ReadOptions(modules or None, base, allow_bin=True, text_only=text_only, partial=partial)
+    weights, config = read_peft(Path(folder), options, invocation)
     return store_as(weights, config, storage_type), config
 
 

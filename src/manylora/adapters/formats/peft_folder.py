@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from manylora.adapters.extras import take_invocation
 from manylora.adapters.formats import gguf, mlx, one_line
 from manylora.adapters.formats.base_weights import BaseReader
@@ -26,7 +28,6 @@ from manylora.adapters.formats.peft.settings import (
     PeftConfig,
     check_keys,
     config_of,
-    invocation_of,
     is_plain_lora,
     peft_type,
     read_settings,
@@ -40,7 +41,7 @@ from manylora.adapters.formats.safe_files import OpenFile, is_plain, read_small
 from manylora.adapters.formats.tensor_files import RawTensor, header_of, read_safetensors, tensors_of
 from manylora.adapters.formats.trainers import in_peft_form, is_foreign
 from manylora.adapters.number_types import BY_SAFETENSORS, NumberType
-from manylora.adapters.tensors import AdapterContent, AdapterRow
+from manylora.adapters.tensors import AdapterContent, pack_rows
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding
 from manylora.request import LoraExtra
@@ -73,33 +74,18 @@ DEFAULT_TARGETS = {
 
 
 def read_peft(
-    folder: Path,
-    partial: list[str] | None = None,
-    options: ReadOptions = DEFAULT,
-    invocation: list[int] | None = None,
-) -> list[AdapterRow]:
-    """Rows in float32, with the scaling by each matrix's own rank folded into B, sorted by layer and module.
-
-    partial: a list that receives a line for each part that is left out; None: such adapters are refused.
-    invocation: as in `take_invocation`. Extras are refused too.
-    """
-    settings = read_settings(folder, options.bounds)
-    take_invocation(invocation_of(settings), invocation)
-    with options.open_base() as base:
-        form, extras = _read_form(folder, None, settings, options, base)
-        for key in sorted([*extras, *(extra.name for extra in form.extras)]):
-            if partial is None or names.DORA.search(key):
-                raise AdapterInvalidError(f"{key}: {NO_ROW}")
-            partial.append(f"no match {key}: {NO_ROW}")
-        plan = plan_rows(form.tensors, form.config, options, vectors=form.vectors, partial=partial)
-        rows = plan.read(base)
-    if not rows:
-        raise AdapterInvalidError("the adapter holds no LoRA matrices")
-    return rows
+    folder: Path, options: ReadOptions = DEFAULT, invocation: list[int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [1, rows, W] in float32 and config [1, rows, 4] int32. invocation: as in `take_invocation`.
+    Other extras are refused, or left out with `options.partial`."""
+    content = read_peft_whole(folder, replace(options, rows_only=True, float8=False))
+    take_invocation((token for extra in content.extras for token in extra.token_ids), invocation)
+    return pack_rows(content.rows)
 
 
 def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> AdapterContent:
-    """Like `read_peft`, but with the extras, which are everything except low-rank rows, in float32.
+    """Rows in float32, with the scaling by each matrix's own rank folded into B, sorted by layer and module;
+    and the extras, which are everything else, in float32.
 
     With `options.float8`, rows keep F8_E4M3 if all matrices have that type and there is no DoRA; each has its
     scaling beside it. If the layout is known, only the values are read.
@@ -125,6 +111,9 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> AdapterCont
     with options.open_base() as base:
         form, found = _read_form(folder, file, settings, options, base)
         config, tensors = form.config, form.tensors
+        if options.rows_only:
+            _leave_out([*found, *(extra.name for extra in form.extras)], options.partial)
+            form, found = replace(form, extras=[]), {}
         # A whole table may be a copy of the base's, which is left out, and must have the base's shape.
         parts = [tensor for key, tensor in found.items() if not names.is_whole_table(key)]
         bounds.check_elements(sum(math.prod(tensor.shape) for tensor in parts))
@@ -138,12 +127,12 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> AdapterCont
             extras = ExtraReader(tensors, config, options.modules, base, tell).read(found) + extras
     _tell_left_out(settings, tensors, options)
     _tell_missing(settings, {(row.layer, row.module_id) for row in rows}, options)
+    if not rows and not extras:
+        raise AdapterInvalidError("the adapter holds no LoRA matrices")
     if config.invocation:
         # Whole tables that are copies of the base's were left out.
         _check_activated(one.name for one in extras if one.name.endswith(".weight"))
         extras.append(LoraExtra.invocation(config.invocation))
-    if not rows and not extras:
-        raise AdapterInvalidError("the adapter holds no LoRA matrices")
     if extras or plan.layout is None or plan.file is None:
         return AdapterContent(rows, extras)
     if options.layouts is not None and not notes:
@@ -232,6 +221,13 @@ def _read_form(
     if config.invocation:
         _check_activated([*rest, *extras])
     return replace(form, tensors=rest), extras
+
+
+def _leave_out(names_of_extras: Iterable[str], partial: list[str] | None) -> None:
+    for key in sorted(names_of_extras):
+        if partial is None or names.DORA.search(key):
+            raise AdapterInvalidError(f"{key}: {NO_ROW}")
+        partial.append(f"no match {key}: {NO_ROW}")
 
 
 def _without_unused(tensors: Mapping[str, RawTensor], options: ReadOptions) -> Mapping[str, RawTensor]:
@@ -335,7 +331,7 @@ def _tell_missing(
     module id) of the adapter's rows."""
     modules, depth = options.modules, options.depth
     targets = settings.get("target_modules") or []
-    plain = isinstance(targets, list) and all(isinstance(n, str) and "." not in n for n in targets)
+    plain = isinstance(targets, list) and all("." not in name for name in targets)
     if not (modules and depth and places) or not plain or settings.get("exclude_modules"):
         return
     asked = settings.get("layers_to_transform")

@@ -68,7 +68,7 @@ class KnownLayouts:
 
 def _layout_key(settings: Mapping[str, Any], file: OpenFile) -> bytes:
     names = settings.get("target_modules")  # PEFT writes a set, in any order
-    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+    if isinstance(names, list):
         settings = {**settings, "target_modules": sorted(names)}
     text = json.dumps(settings).encode()
     sizes = f"{len(text)} {file.size} {file.name}\n".encode()
@@ -80,12 +80,14 @@ class ReadOptions:
     """modules: the model's, whose dimensions the matrices of PEFT and NeMo must have; None: not known. base:
     normalises PEFT's DoRA magnitudes and is what extras are relative to; None: these are refused. bounds:
     checked against headers before values are read. allow_bin: also read PEFT's adapter_model.bin; for tools.
-    float8: keep 8-bit floats; otherwise they become bfloat16. digest: compute
-    the digest of each PEFT row while it is read. bfloat16: with `digest`, narrow large adapters for pages of
-    that type, except routed experts. text_only: leave out tensors for a model's vision part, which are
-    refused otherwise. num_layers: of the model, if the bounds do not know it. shared: rows may be vectors
-    that refer to shared matrices; otherwise each row has its own matrices. layouts: of adapters read before;
-    None: none are remembered. tell: receives a line for each setting that may not have the intended effect.
+    float8: keep 8-bit floats; otherwise they become bfloat16. digest: compute the digest of each PEFT row
+    while it is read. bfloat16: with `digest`, narrow large adapters for pages of that type, except routed
+    experts. text_only: leave out tensors for a model's vision part, which are refused otherwise. rows_only:
+    refuse what is no row. partial: a list that receives a line for each part that is left out instead; None:
+    such adapters are refused. num_layers: of the model, if the bounds do not know it. shared: rows may be
+    vectors that refer to shared matrices; otherwise each row has its own matrices. layouts: of adapters read
+    before; None: none are remembered. tell: receives a line for each setting that may not have the intended
+    effect.
     """
 
     modules: Mapping[int, LoraModule] | None = None
@@ -96,6 +98,8 @@ class ReadOptions:
     digest: bool = False
     bfloat16: bool = False
     text_only: bool = False
+    rows_only: bool = False
+    partial: list[str] | None = None
     num_layers: int | None = None
     shared: bool = False
     layouts: KnownLayouts | None = None

@@ -96,7 +96,7 @@ def read_source(
     """
     path, bounds = source.path, options.bounds
     if source.in_peft:
-        return pack_rows(read_peft(path, None, options, invocation))
+        return read_peft(path, options, invocation)
     if source.kind == "nemo":
         return pack_rows(read_nemo(path, options))
     if source.kind == "npy":

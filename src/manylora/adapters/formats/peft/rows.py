@@ -52,13 +52,11 @@ def plan_rows(
     options: ReadOptions,
     encoded_type: NumberType | None = None,
     vectors: Vectors | None = None,
-    partial: list[str] | None = None,
 ) -> RowPlan:
-    """tensors: of a PEFT directory, without extras. vectors: as in `LoraForm`. partial: as in
-    `tensors_by_module`. Raises AdapterInvalidError."""
+    """tensors: of a PEFT directory, without extras. vectors: as in `LoraForm`. Raises AdapterInvalidError."""
     experts = {key: tensor for key, tensor in tensors.items() if names.EXPERT_KEY.fullmatch(key)}
     others = {key: tensor for key, tensor in tensors.items() if key not in experts}
-    modules, known = names.tensors_by_module(others, partial, options.modules), options.modules or {}
+    modules, known = names.tensors_by_module(others, options.partial, options.modules), options.modules or {}
     if any(module.allowed for module in known.values()):
         for (_, module_id), parts in modules.items():
             if module_id not in known:

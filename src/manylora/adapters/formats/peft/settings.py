@@ -55,16 +55,16 @@ def read_settings(folder: Path, bounds: Bounds = ANY_MODEL) -> dict[str, Any]:
     path = folder / CONFIG
     try:
         if gguf.is_gguf(folder, bounds):
-            return gguf.read_settings(folder, bounds)
-        if is_plain(folder):
+            settings: Any = gguf.read_settings(folder, bounds)
+        elif is_plain(folder):
             text = read_metadata(OpenFile(folder, bounds), bounds).get(EMBEDDED, "")
             if not isinstance(text, str) or not text or len(text) > MAX_BYTES:
                 raise AdapterInvalidError(f"the metadata of {folder.name} has no text {EMBEDDED}")
+            settings = json.loads(text)
         elif is_plain(path):
-            text = read_small(path, bounds, MAX_BYTES).decode()
+            settings = json.loads(read_small(path, bounds, MAX_BYTES).decode())
         else:
             raise AdapterInvalidError(f"{CONFIG} is missing: not an adapter directory of PEFT")
-        settings = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterInvalidError(f"{CONFIG} is not readable JSON: {one_line(error)}") from error
     if not isinstance(settings, dict):
@@ -73,7 +73,10 @@ def read_settings(folder: Path, bounds: Bounds = ANY_MODEL) -> dict[str, Any]:
         with suppress(OSError, ValueError, RecursionError):
             more = json.loads(read_small(folder / AUTOMODEL, bounds, MAX_BYTES))
             settings[SCALED] = isinstance(more, dict) and more.get(SCALED) is True
-    return mlx.settings_in_peft(settings) if mlx.SETTINGS in settings or mlx.KIND in settings else settings
+    if mlx.SETTINGS in settings or mlx.KIND in settings:
+        settings = mlx.settings_in_peft(settings)
+    _check_types(settings)
+    return settings
 
 
 def is_one_file(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
@@ -248,9 +251,7 @@ class PeftConfig:
         if self.folded:
             return 1.0
         pattern = self._alphas.first(path)
-        alpha = self.alpha
-        if pattern is not None:
-            alpha = _finite(self.alpha_pattern[pattern], f"alpha_pattern of {pattern}")
+        alpha = self.alpha if pattern is None else float(self.alpha_pattern[pattern])
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def check_rank(self, path: str, found: int) -> None:
@@ -268,7 +269,8 @@ class PeftConfig:
 
 
 def config_of(settings: Mapping[str, Any]) -> PeftConfig:
-    """Reads the settings of a LoRA. Raises AdapterInvalidError naming the setting that cannot be served."""
+    """The settings of a LoRA, of types that `read_settings` has checked. Raises AdapterInvalidError naming
+    the setting that cannot be served."""
     for name in UNSUPPORTED:
         if settings.get(name):
             raise AdapterInvalidError(f"{CONFIG} sets {name}: this kind of LoRA is not supported")
@@ -279,13 +281,9 @@ def config_of(settings: Mapping[str, Any]) -> PeftConfig:
                 f"{CONFIG} sets init_lora_weights to {start[:40]}: the adapter needs a changed base model; "
                 f"{advice}"
             )
-    alphas, ranks = (settings.get(name) or {} for name in ("alpha_pattern", "rank_pattern"))
-    for name, pattern in (("alpha_pattern", alphas), ("rank_pattern", ranks)):
-        if not isinstance(pattern, dict):
-            raise AdapterInvalidError(f"{CONFIG}: {name} must map module names to numbers")
-    parameters = settings.get("target_parameters") or []
-    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
-        raise AdapterInvalidError(f"{CONFIG}: target_parameters must be a list of names")
+    alpha = settings.get("lora_alpha")
+    if alpha is None:
+        raise AdapterInvalidError(f"{CONFIG}: lora_alpha must be a number, got None")
     given = settings.get("trainable_token_indices") or {}
     lists = given if isinstance(given, dict) else {"": given}
     for ids in lists.values():
@@ -297,12 +295,12 @@ def config_of(settings: Mapping[str, Any]) -> PeftConfig:
             )
     flags = ("use_rslora", "use_dora", "dora_normalized", "fan_in_fan_out", "ensure_weight_tying", SCALED)
     return PeftConfig(
-        _finite(settings.get("lora_alpha"), "lora_alpha"),
-        alphas,
+        float(alpha),
+        settings.get("alpha_pattern") or {},
         settings.get("r"),
-        ranks,
-        tuple(parameters),
-        modules_to_save=saved_modules(settings),
+        settings.get("rank_pattern") or {},
+        names_in(settings, "target_parameters"),
+        modules_to_save=names_in(settings, "modules_to_save"),
         token_indices={str(name): tuple(ids) for name, ids in lists.items()},
         base=str(settings.get("base_model_name_or_path") or ""),
         invocation=invocation_of(settings),
@@ -310,13 +308,10 @@ def config_of(settings: Mapping[str, Any]) -> PeftConfig:
     )
 
 
-def saved_modules(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """modules_to_save. Raises AdapterInvalidError."""
-    names = settings.get("modules_to_save") or []
-    names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise AdapterInvalidError(f"{CONFIG}: modules_to_save must be a list of names")
-    return tuple(names)
+def names_in(settings: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """The names of modules that a setting has, which may be one or a list."""
+    names = settings.get(key) or ()
+    return (names,) if isinstance(names, str) else tuple(filter(None, names))
 
 
 def invocation_of(settings: Mapping[str, Any]) -> tuple[int, ...]:
@@ -337,12 +332,6 @@ def invocation_of(settings: Mapping[str, Any]) -> tuple[int, ...]:
     if others:
         raise AdapterInvalidError(f"{CONFIG} sets {ALORA} and {others[0]}: PEFT has no such activated LoRA")
     return check_invocation(given, f"{CONFIG}: {ALORA}")
-
-
-def _finite(value: Any, name: str) -> float:
-    if not _number(value):
-        raise AdapterInvalidError(f"{CONFIG}: {name} must be a number, got {shown(value)}")
-    return float(value)
 
 
 LARGEST_COUNT = 2**31  # above every count and every rank
@@ -422,9 +411,8 @@ trainable_token_indices unilora_dropout vblora_dropout vera_dropout
 KNOWN_SETTINGS = frozenset(OTHER_SETTINGS.split()).union(*(names.split() for *_, names in SETTING_TYPES))
 
 
-def check_keys(settings: Mapping[str, Any], tell: Callable[[str], None]) -> None:
-    """Raises AdapterInvalidError for a value of the wrong type, and for a key of another kind of adapter. A
-    value of null counts as absent. tell: as in `ReadOptions`."""
+def _check_types(settings: Mapping[str, Any]) -> None:
+    """Raises AdapterInvalidError for a value of the wrong type. A value of null counts as absent."""
     for what, fits, names in SETTING_TYPES:
         for name in names.split():
             value = settings.get(name)
@@ -437,6 +425,10 @@ def check_keys(settings: Mapping[str, Any], tell: Callable[[str], None]) -> None
             if not fits(value):
                 where = f"{name} of {module[:80]}"
                 raise AdapterInvalidError(f"{CONFIG}: {where} must be {what}, got {shown(value)}")
+
+
+def check_keys(settings: Mapping[str, Any], tell: Callable[[str], None]) -> None:
+    """Raises AdapterInvalidError for a key of another kind of adapter. tell: as in `ReadOptions`."""
     if initial_kind(settings).startswith("lora_ga"):
         tell(
             "its training began with a base that LoRA-GA had changed; here, as in PEFT, it is added to the "

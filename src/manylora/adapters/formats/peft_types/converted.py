@@ -238,11 +238,9 @@ class Pairs:
         return LoraForm(config, {**self._made, **self._rest}, vectors=self._vectors)
 
     def number(self, name: str, default: float) -> float:
-        """A setting that must be a finite number."""
-        value = self.files.settings.get(name, default)
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise AdapterInvalidError(f"{CONFIG}: {name} must be a number")
-        return value
+        """A setting that is a number."""
+        value = self.files.settings.get(name)
+        return default if value is None else value
 
 
 def integer(settings: Mapping[str, Any], name: str, default: int, values: range, what: str) -> int:

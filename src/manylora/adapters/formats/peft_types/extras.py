@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from manylora.adapters.formats.peft.names import ModuleNames, encoder_layers, in_our_order
-from manylora.adapters.formats.peft.settings import CONFIG, PeftConfig, peft_type, saved_modules
+from manylora.adapters.formats.peft.settings import CONFIG, PeftConfig, names_in, peft_type
 from manylora.adapters.formats.peft_types.converted import LoraForm, PeftFiles, integer
 from manylora.adapters.formats.tensor_files import RawTensor, decode
 from manylora.adapters.modules import MODULE_NAMES, LoraModule, not_enabled
@@ -32,7 +32,7 @@ PROMPT = "prompt_embeddings"
 def read_norms(files: PeftFiles) -> LoraForm:
     """LN tuning: norms, as if they had been saved as whole modules."""
     tensors = {key.replace("ln_tuning_layers.", ""): tensor for key, tensor in files.tensors.items()}
-    config = PeftConfig(1.0, modules_to_save=saved_modules(files.settings))
+    config = PeftConfig(1.0, modules_to_save=names_in(files.settings, "modules_to_save"))
     return LoraForm(config, tensors)
 
 
@@ -65,7 +65,7 @@ def read_diagonal(files: PeftFiles) -> LoraForm:
         extras += convert(_Module(path, where, number, module, values, files))
     if len({extra.name for extra in extras}) < len(extras):
         raise AdapterInvalidError("the adapter has two tensors for the same module")
-    config = PeftConfig(1.0, modules_to_save=saved_modules(files.settings))
+    config = PeftConfig(1.0, modules_to_save=names_in(files.settings, "modules_to_save"))
     return LoraForm(config, others, extras)
 
 
@@ -100,9 +100,9 @@ class _Module:
         """y -> scale * y + turn * (y with the halves of each group swapped, the second one's sign too)."""
         settings = self.files.settings
         variant, group = settings.get("variant", "road_1"), settings.get("group_size", 64)
-        if not isinstance(variant, str) or variant not in VARIANTS:
+        if variant not in VARIANTS:
             raise AdapterInvalidError(f"{CONFIG}: variant must be one of {', '.join(VARIANTS)}")
-        if type(group) is not int or group < 2 or group % 2:
+        if group is None or group < 2 or group % 2:
             raise AdapterInvalidError(f"{CONFIG}: group_size must be an even number")
         theta, alpha = (self.values[name].reshape(-1) for name in ("road_theta", "road_alpha"))
         size, rest = divmod(2 * len(theta), VARIANTS[variant])
@@ -144,7 +144,7 @@ class _Module:
         skew -= skew.swapaxes(1, 2)
         if settings.get("coft"):
             eps = settings.get("eps", 6e-5)
-            if not isinstance(eps, float | int) or not 0 < eps < math.inf:
+            if eps is None or eps <= 0:
                 raise AdapterInvalidError(f"{CONFIG}: eps must be a number above 0")
             limit = eps / math.sqrt(len(values))
             norms = np.linalg.norm(skew, axis=(1, 2), keepdims=True)
@@ -219,7 +219,7 @@ def read_prefix(files: PeftFiles) -> LoraForm:
     applied if the model has them. Raises AdapterInvalidError."""
     values, modules, kind = _values(files), files.options.modules or {}, peft_type(files.settings)
     layers = files.settings.get("num_layers")
-    if type(layers) is not int or layers < 1 or values.shape[1] % (2 * layers):
+    if not layers or values.shape[1] % (2 * layers):
         raise AdapterInvalidError(
             f"{CONFIG}: num_layers must be that of the model whose keys and values {PROMPT} of shape "
             f"{values.shape} are"

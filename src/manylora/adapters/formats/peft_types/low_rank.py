@@ -100,9 +100,9 @@ def _qalora(files: PeftFiles) -> Tensors:
 def _bdlora(files: PeftFiles) -> Tensors:
     """BD-LoRA: A or B of a module consists of blocks on its diagonal, stored one below the other."""
     found = files.settings["use_bdlora"]
-    blocks = found.get("nblocks", 1) if isinstance(found, dict) else None
+    blocks = found.get("nblocks", 1)
     # Parts of the names of modules that have blocks in A and in B.
-    patterns = {side: found.get(f"target_modules_bd_{side.lower()}") or [] for side in "AB"} if blocks else {}
+    patterns = {side: found.get(f"target_modules_bd_{side.lower()}") or [] for side in "AB"}
     named = all(isinstance(one, list) and all(isinstance(n, str) for n in one) for one in patterns.values())
     if type(blocks) is not int or not 0 < blocks < 2**16 or not named:
         raise AdapterInvalidError(f"{CONFIG}: use_bdlora must have nblocks and lists of names of modules")

@@ -4,6 +4,7 @@ is before an invocation is the base model's, shared by all, and nobody else's.""
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -51,11 +52,20 @@ def adapted(model: Path, adapter: Path | None) -> torch.nn.Module:
 
 
 class World:
-    def __init__(self, path: Path, family: str = "llama") -> None:
+    def __init__(
+        self,
+        path: Path,
+        family: str = "llama",
+        invoke: Mapping[int, Prompt | None] = INVOKE,
+        **options: object,
+    ) -> None:
+        """options: of the adapters."""
         self.model = make_model(path / "model", family, seed=5)
+        if family != "llama":
+            options = {"modules": linear_names(read_model_config(self.model)).linears, **options}
         self.adapters: dict[int, Path] = {
-            number: make_activated(path / str(number), self.model, number, invoke)
-            for number, invoke in INVOKE.items()
+            number: make_activated(path / str(number), self.model, number, one, **options)
+            for number, one in invoke.items()
         }
         self.inputs: dict[int, LoraInput] = {n: read(p, self.model, n) for n, p in self.adapters.items()}
         self._answers: dict[tuple[int | None, Prompt], list[int]] = {}
@@ -198,15 +208,7 @@ def test_ten_that_arrive_at_once_compute_their_prompt_once(world: World) -> None
 @pytest.mark.parametrize("family", ["qwen3.5", "lfm2"])
 def test_a_recurrent_state_before_an_invocation_is_the_base_models(tmp_path: Path, family: str) -> None:
     """What acts later leaves it as it is, and all may begin from it."""
-    made = World.__new__(World)
-    made.model, made._answers = make_model(tmp_path / "model", family, seed=5), {}
-    linears = linear_names(read_model_config(made.model)).linears
-    made.adapters = {
-        number: make_activated(tmp_path / str(number), made.model, number, invoke, modules=linears)
-        for number, invoke in INVOKE.items()
-        if invoke
-    }
-    made.inputs = {n: read(p, made.model, n) for n, p in made.adapters.items()}
+    made = World(tmp_path, family, {number: one for number, one in INVOKE.items() if one})
     engine, shared = open_engine(made), tuple(tokens(141, 8))
     made.check(engine, *[(n, (*shared, *(INVOKE[n] or ()), 5, 6, 12)) for n in made.inputs])
     assert engine.stats().kv_tokens_reused >= 2 * 128, "the others began from the first one's state"
@@ -284,10 +286,6 @@ def test_what_acts_on_every_token_is_refused(
 
 
 def test_a_lora_bias_acts_where_its_matrices_do(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "llama-biases", seed=5)
-    made = World.__new__(World)
-    made.model, made._answers = model, {}
-    folder = make_activated(tmp_path / "a", model, 1, (7, 8), lora_bias=True, modules=("q_proj", "lm_head"))
-    made.adapters, made.inputs = {1: folder}, {1: read(folder, model, 1)}
+    made = World(tmp_path, "llama-biases", {1: (7, 8)}, lora_bias=True, modules=("q_proj", "lm_head"))
     prompt = (*tokens(20, 3), 7, 8, 4)
     made.check(open_engine(made), (None, prompt[:20]), (1, prompt), (1, prompt[:20]), (None, prompt))

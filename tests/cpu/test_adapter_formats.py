@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from adapter_cases import check_answer
 from running import tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_logits
@@ -202,13 +203,10 @@ def check(llm: LLM, model: Path, pairs: dict[Path, Path]) -> None:
     params = SamplingParams(max_tokens=NEW, logprobs=1, ignore_eos=True)
     outputs = llm.generate([PROMPT] * len(asked), params, asked, False)
     assert isinstance(outputs, list)
-    for (path, peft), output in zip(pairs.items(), outputs, strict=True):
+    for peft, output in zip(pairs.values(), outputs, strict=True):
         made = output.outputs[0]
         expected = reference_logits(model, peft, [*PROMPT, *made.token_ids])[len(PROMPT) - 1 : -1]
-        assert made.token_ids == expected.argmax(-1).tolist(), path.name
-        found = [one[token].logprob for one, token in zip(made.logprobs, made.token_ids, strict=True)]
-        wanted = expected.log_softmax(-1).gather(1, torch.tensor(made.token_ids)[:, None]).flatten()
-        assert torch.allclose(torch.tensor(found), wanted, atol=1e-4), path.name
+        check_answer(made, expected)
 
 
 def test_dense_models(dense: Path, folder: Path) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import peft
 import pytest
 import torch
+from adapter_cases import WEIGHTS, edited
 from driver import Driver, agree
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import load_transformers, make_kind, make_model, reference_logits
 
 from manylora.adapters.bounds import Bounds
@@ -213,11 +214,10 @@ def test_a_rank_that_contradicts_the_tensors_is_refused(
 def test_tensors_that_do_not_fit_together_are_refused_as_such(
     adapters: dict[str, Path], options: ReadOptions, tmp_path: Path, name: str, part: str
 ) -> None:
-    folder = edited(adapters[name], tmp_path / "edited")
-    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors = load_file(adapters[name] / WEIGHTS)
     key = next(key for key in tensors if key.endswith(part))
-    tensors[key] = torch.cat((tensors[key], tensors[key][:1]))
-    save_file(tensors, folder / "adapter_model.safetensors")
+    longer = torch.cat((tensors[key], tensors[key][:1]))
+    folder = edited(adapters[name], tmp_path / "edited", {key: longer})
     with pytest.raises(AdapterInvalidError, match="its tensors do not fit together"):
         read_whole(find_source(folder), options)
 
@@ -261,38 +261,19 @@ def test_a_converted_kind_answers_the_same(
         assert torch.equal(found, logits[name])
 
 
-def edited(adapter: Path, to: Path, leave_out: str = "(?!)", zero: str = "(?!)", **settings: Any) -> Path:
-    """A copy without some tensors, and with zeros in others."""
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    kept = {key: value for key, value in tensors.items() if not re.search(leave_out, key)}
-    kept = {key: torch.zeros_like(t) if re.search(zero, key) else t for key, t in kept.items()}
-    to.mkdir()
-    save_file(kept, to / "adapter_model.safetensors")
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (to / "adapter_config.json").write_text(json.dumps(config | settings))
-    return to
-
-
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("factors", "settings", "told"),
     [
-        ({}, None),
-        (
-            {"leave_out": r"layers\.1\."},
-            "layers 0 to 0 of 2: it was trained on a base of fewer layers",
-        ),
-        ({"leave_out": r"layers\.1\.self_attn\.q_proj"}, "does not have: q_proj of layer 1"),
-        ({"leave_out": r"up_proj"}, "does not have: up_proj"),
-        ({"target_modules": ["q_proj", "mlp.up_proj"]}, "leaves out what the file has"),
-        (
-            {"exclude_modules": ["v_proj"]},
-            "layers.0.self_attn.v_proj, base_model.model.model.layers.1.self_attn",
-        ),
-        ({"layers_to_transform": [0]}, "leaves out what the file has"),
-        ({"zero": "lora_B"}, "it changes nothing"),
-        ({"zero": "lora_A"}, "it changes nothing"),
-        ({"later": 3}, "sets later, which nobody here knows"),
-        ({"later": None, "use_later": False, "later_config": {}}, None),
+        ({}, {}, None),
+        ({r"layers\.1\.": None}, {}, "layers 0 to 0 of 2: it was trained on a base of fewer layers"),
+        ({r"layers\.1\.self_attn\.q_proj": None}, {}, "does not have: q_proj of layer 1"),
+        ({"up_proj": None}, {}, "does not have: up_proj"),
+        ({}, {"target_modules": ["q_proj", "mlp.up_proj"]}, "leaves out what the file has"),
+        ({}, {"exclude_modules": ["v_proj"]}, "layers.0.self_attn.v_proj, base_model.model.model.layers.1"),
+        ({}, {"layers_to_transform": [0]}, "leaves out what the file has"),
+        ({"lora_B": 0.0}, {}, "it changes nothing"),
+        ({}, {"later": 3}, "sets later, which nobody here knows"),
+        ({}, {"later": None, "use_later": False, "later_config": {}}, None),
     ],
 )
 def test_what_may_not_have_been_meant_is_told(
@@ -300,11 +281,20 @@ def test_what_may_not_have_been_meant_is_told(
     adapters: dict[str, Path],
     options: ReadOptions,
     tmp_path: Path,
-    changes: dict[str, Any],
+    factors: dict[str, float | None],
+    settings: dict[str, Any],
     told: str | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    adapter = edited(adapters["orthogonal"], tmp_path / "edited", **changes)
+    """factors: of tensors with such names; None: they are left out."""
+    found = load_file(adapters["orthogonal"] / WEIGHTS)
+    tensors = {
+        key: None if factor is None else factor * found[key]
+        for name, factor in factors.items()
+        for key in found
+        if re.search(name, key)
+    }
+    adapter = edited(adapters["orthogonal"], tmp_path / "edited", tensors, **settings)
     config = read_model_config(model)
     report = inspect_adapter(adapter, BaseModel(model, config, LoraCacheConfig()))
     assert report.problem is None

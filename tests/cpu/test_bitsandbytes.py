@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from driver import agree
 from running import read, tokens
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_parity_adapters import agree, mixed_logits
+from test_parity_adapters import mixed_logits
 from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora.checkpoints.quant.config import CheckpointQuant, QuantAlgo

@@ -1,6 +1,6 @@
-"""Protects what holds for adapters of every kind alike: evicted from both levels of the cache while others
-run, they come back with the same answers; and on bases in 8 and 4 bits they answer as PEFT does on the same
-values."""
+"""Protects what holds for adapters of every kind alike: greedy tokens are PEFT's; evicted from both levels of
+the cache while others run, adapters come back with the same answers; and on bases in 8 and 4 bits they answer
+as PEFT does on the same values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from driver import Driver, agree
 from parity import KINDS, linear_names
 from parity import make_kind as make_parity_kind
-from running import let_arrive, tokens
+from running import check_greedy, let_arrive, tokens
 from selection import extended
 from test_adapter_kinds import CASES
 from test_bitsandbytes import quantised
@@ -117,6 +117,9 @@ def test_evicted_while_others_run_each_comes_back_with_the_same_answers(
     step()
     first, stats = ask(), engine.adapters.stats()
     assert stats.host_evictions == 0
+    for path, answer in zip(adapters.values(), first, strict=True):
+        if path != adapters["activated"]:  # which PEFT looks for in what was generated too
+            check_greedy(answer, 6, model, path, prompt)
     held = {engine.adapters.library.digest(lora.task_id) for lora in neighbours if lora and lora.task_id}
     held.add(engine.adapters.library.digest(0))
     dropped = 0

@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from adapter_cases import check_answer
 from running import tokens
 from tiny_models import load_transformers, make_model
 from torch import Tensor, nn
@@ -65,13 +66,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("experts") / "model", "qwen3-moe", seed=3)
 
 
-def agree(made: Any, prompt: list[int], logits: Tensor) -> None:
-    assert made.token_ids == logits.argmax(-1).tolist()
-    found = [one[token].logprob for one, token in zip(made.logprobs, made.token_ids, strict=True)]
-    wanted = logits.log_softmax(-1).gather(1, torch.tensor(made.token_ids)[:, None]).flatten()
-    assert torch.allclose(torch.tensor(found), wanted, atol=1e-4)
-
-
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_answers_are_those_of_peft(
     is_compiled: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,4 +97,4 @@ def test_answers_are_those_of_peft(
             with torch.inference_mode():
                 ids = torch.tensor([[*prompt, *made.token_ids]])
                 logits = [*wholes, mixed][number](ids).logits[0]
-            agree(made, prompt, logits[len(prompt) - 1 : -1])
+            check_answer(made, logits[len(prompt) - 1 : -1])

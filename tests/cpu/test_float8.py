@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driver import agree
 from running import answers
 from safetensors.torch import load_file, save_file
 from test_moe import by_number
-from test_parity_adapters import agree, mixed_logits, tokens
+from test_parity_adapters import mixed_logits, tokens
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
 
 from manylora.adapters.convert import convert_source

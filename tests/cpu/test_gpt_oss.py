@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from driver import agree
 from levels import PARAMS, open_library
 from running import answers, check_plain_beams, read, tokens
 from safetensors.torch import load_file, save_file
-from test_parity_adapters import agree, mixed_logits
+from test_parity_adapters import mixed_logits
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
 
 from manylora.checkpoints.quant.layouts import mxfp4

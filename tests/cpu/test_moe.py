@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driver import agree
 from parity import read_from
 from peft import PeftModel
 from running import answers, check_bfloat16, check_greedy
 from safetensors.torch import load_file, save_file
 from selection import extended
-from test_parity_adapters import agree, mixed_logits, open_store, tokens
+from test_parity_adapters import mixed_logits, open_store, tokens
 from test_parity_models import Driver
 from tiny_configs import MOE_FAMILIES
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_logits

@@ -3,13 +3,12 @@ refused by name."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapter_cases import edited
 from driver import Driver, agree
 from running import read, tokens
 from tiny_models import make_adapter, make_model, reference_logits
@@ -60,25 +59,20 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("qwen") / "model", "qwen2", seed=5)
 
 
-def change(adapter: Path, **settings: Any) -> None:
-    path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-
-
 def test_qalora_on_a_plain_base_is_without_effect(qwen: Path, tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "own", qwen, use_qalora=True, qalora_group_size=8)
-    plain = Path(shutil.copytree(adapter, tmp_path / "plain"))
-    change(plain, use_qalora=False)
+    plain = edited(adapter, tmp_path / "plain", use_qalora=False)
     ours, theirs = read(adapter, qwen, 1), read(plain, qwen, 1)
     assert torch.equal(reference_logits(qwen, adapter, [5, 6]), reference_logits(qwen, plain, [5, 6]))
     assert (ours.weights == theirs.weights).all() and (ours.config == theirs.config).all()
 
 
 def test_no_target_modules_are_those_that_peft_takes(qwen: Path, tmp_path: Path) -> None:
-    few = make_adapter(tmp_path / "few", qwen, modules=("q_proj", "v_proj"))
-    more = make_adapter(tmp_path / "more", qwen, modules=("q_proj", "up_proj"))
-    change(few, target_modules=None)
-    change(more, target_modules=None)
+    made = [
+        make_adapter(tmp_path / f"made {name}", qwen, modules=("q_proj", name))
+        for name in ("v_proj", "up_proj")
+    ]
+    few, more = (edited(one, tmp_path / f"null {n}", target_modules=None) for n, one in enumerate(made))
     assert read(few, qwen, 1).config is not None
     with pytest.raises(AdapterInvalidError, match=r"null, which is q_proj and v_proj for qwen2.*up_proj"):
         read(more, qwen, 1)

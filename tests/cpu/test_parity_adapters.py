@@ -1,18 +1,15 @@
-"""Protects every kind of adapter that PEFT writes: logits and greedy tokens equal PEFT's, all kinds and the
-base model in one batch."""
+"""Protects LoRA and DoRA in one engine, from every source: greedy tokens equal PEFT's; pages of another type
+than the model's; and DoRA that cannot be normalised. Of every kind: test_every_kind.py."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from driver import agree
+from adapter_cases import edited
 from running import answers, check_greedy, run, tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_logits
@@ -24,93 +21,26 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
-from manylora.kernels.device import open_device
-from manylora.kernels.spec import AttentionBatch
-from manylora.model.batch import ForwardBatch, make_kv
-from manylora.model.checkpoint import read_model_config
-from manylora.model.decoder import Decoder
-from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LARGEST = 512
-KINDS: dict[str, dict[str, Any]] = {
-    "rank 1": {"rank": 1},
-    "rank 512": {"rank": LARGEST, "modules": ("q_proj", "down_proj")},
-    "rank and alpha patterns": {
-        "rank": 4,
-        "rank_pattern": {"q_proj": 3, "layers.1.mlp.down_proj": 17, "^model.layers.0.mlp.up_proj": 1},
-        "alpha_pattern": {"k_proj": 1, "layers.0.self_attn.v_proj": 30},
-    },
-    "some layers": {"rank": 5, "layers_to_transform": [1], "layers_pattern": "layers"},
-    "rsLoRA": {"rank": 9, "use_rslora": True, "rank_pattern": {"o_proj": 2}},
-    "DoRA": {"rank": 6, "use_dora": True},
-    "DoRA, rsLoRA and patterns": {
-        "rank": 3,
-        "use_dora": True,
-        "use_rslora": True,
-        "rank_pattern": {"down_proj": 11},
-        "alpha_pattern": {"gate_proj": 1},
-        "modules": ("q_proj", "gate_proj", "down_proj"),
-    },
-}
-
-
-@lru_cache
-def decoder_of(model: Path) -> Decoder:
-    return load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
 
 
 def mixed_logits(model: Path, inputs: Sequence[LoraInput | None]) -> list[torch.Tensor]:
-    """One sequence of 20 tokens for each input, in one forward pass; logits [20, vocab] of each."""
-    decoder, config = decoder_of(model), read_model_config(model)
-    store = open_store(config)
-    blocks, block = len(inputs), 20
-    spans = [(s * block, (s + 1) * block) for s in range(blocks)]
-    segments = []
-    for (start, stop), lora in zip(spans, inputs, strict=True):
-        if lora is not None:
-            lease = store.acquire(lora, store.prepare(lora))
-            assert store.admit(lease)
-            segments.append((start, stop, lease))
-    batch = ForwardBatch(
-        torch.tensor([t for s in range(blocks) for t in tokens(block, s)]),
-        torch.arange(block).repeat(blocks),
-        AttentionBatch(
-            [start for start, _ in spans] + [blocks * block],
-            [block] * blocks,
-            torch.arange(blocks, dtype=torch.int32).unsqueeze(1),
-            torch.arange(blocks * block),
-        ),
-        store.batch(segments),
-        torch.arange(blocks * block),
-    )
-    with torch.inference_mode():
-        return list(decoder.forward(batch, make_kv(config, blocks, block, torch.zeros)).split(block))
+    """One prompt of 20 tokens for each input, in one step of an engine; logits [20, vocab] of each."""
+    cache = LoraCacheConfig(max_adapter_size=LARGEST, gpu_memory_bytes=2**25)
+    engine = Engine(EngineConfig(model, device="cpu", dtype="float32", max_seq_len=32, lora=cache))
+    params = SamplingConfig(max_tokens=1, return_context_logits=True)
+    requests = [Request(tuple(tokens(20, s)), params, lora) for s, lora in enumerate(inputs)]
+    logits = [events[0].context_logits for events in run(engine, *requests)]
+    engine.close()
+    return [torch.from_numpy(one) for one in logits if one is not None]
 
 
 def open_store(config: ModelConfig, **options: object) -> AdapterStore:
     cache = LoraCacheConfig(max_adapter_size=LARGEST, gpu_memory_bytes=2**25, **options)  # type: ignore[arg-type]
     return AdapterStore(config, cache, torch.device("cpu"), torch.float32, 2**30)
-
-
-@pytest.mark.parametrize("family", ["llama-biases", "qwen2"])
-def test_every_kind_in_one_batch(family: str, workshop: Path) -> None:
-    model = make_model(workshop / family, family, seed=8, sharded=family == "qwen2")
-    adapters: list[Path | None] = [None]
-    for number, options in enumerate(KINDS.values()):
-        path = workshop / f"{family}-{number}"
-        adapters.append(make_adapter(path, model, number, **{"modules": ALL, **options}))
-    inputs = [
-        LoraInput(i, *read_adapter_folder(a, BaseWeights(model))) if a else None
-        for i, a in enumerate(adapters)
-    ]
-    ranks = {
-        int(rank) for lora in inputs if lora and lora.config is not None for rank in lora.config[0, :, 2]
-    }
-    assert ranks >= {1, 2, 3, 4, 5, 6, 9, 11, 17, 512}
-    for i, (adapter, found) in enumerate(zip(adapters, mixed_logits(model, inputs), strict=True)):
-        assert agree(found, reference_logits(model, adapter, tokens(20, i))), ["base", *KINDS][i]
 
 
 def test_greedy_tokens_of_lora_dora_and_base_in_one_engine(workshop: Path) -> None:
@@ -170,19 +100,11 @@ def test_dora_that_cannot_be_normalised_is_refused(workshop: Path) -> None:
     wide = make_model(workshop / "wide", seed=11, hidden_size=128)
     with pytest.raises(AdapterInvalidError, match=r"q_proj is F32 \[128, 128\] in the base model"):
         read_adapter_folder(good, BaseWeights(wide))
-    tensors = load_file(good / "adapter_model.safetensors")
-    key = next(key for key in tensors if "magnitude" in key)
-
-    def broken(name: str, value: torch.Tensor | None) -> Path:
-        path = shutil.copytree(good, workshop / name)
-        changed = {k: v for k, v in tensors.items() if k != key}
-        save_file(changed if value is None else {**changed, key: value}, path / "adapter_model.safetensors")
-        return path
-
+    key = next(key for key in load_file(good / "adapter_model.safetensors") if "magnitude" in key)
     for name, value, reason in [
         ("without", None, "q_proj is missing its DoRA magnitude"),
         ("short", torch.ones(5), "has 64 rows and a DoRA magnitude of 5"),
         ("nan", torch.full((64,), torch.nan), "NaN or an infinity"),
     ]:
         with pytest.raises(AdapterInvalidError, match=reason):
-            read_adapter_folder(broken(name, value), BaseWeights(model))
+            read_adapter_folder(edited(good, workshop / name, {key: value}), BaseWeights(model))

@@ -3,13 +3,12 @@ PEFT, beside LoRA and the base model in one batch; what cannot be served is refu
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+from adapter_cases import check_batch, edited
 from driver import Driver, agree
 from parity import linear_names
 from running import check_greedy, read, run, tokens
@@ -28,8 +27,7 @@ from manylora.adapters.modules import lora_modules
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
-from manylora.kernels.cuda.ops import CudaOps
-from manylora.kernels.device import Device, open_device
+from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
@@ -64,17 +62,6 @@ def diagonal_settings(model: Path) -> list[peft.PeftConfig]:
     return found
 
 
-def check_batch(model: Path, adapters: list[Path]) -> None:
-    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
-    sequences = [tokens(40 + seed, seed) for seed in range(len(adapters) + 1)]
-    loras = [None, *(read(path, model) for path in adapters)]
-    found = Driver(decoder, sequences, loras).run()
-    plain = Driver(decoder, sequences, [None] * len(sequences)).run()
-    for path, ids, logits, base in zip([None, *adapters], sequences, found, plain, strict=True):
-        assert agree(logits, reference_logits(model, path, ids)), path
-        assert (path is None) == agree(logits, base)
-
-
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", "gpt-neox", "phi3", "qwen2-moe"])
 def test_scales_rotations_and_norms_in_one_batch(family: str, workshop: Path) -> None:
     model = make_model(workshop / family, family, seed=3)
@@ -82,15 +69,8 @@ def test_scales_rotations_and_norms_in_one_batch(family: str, workshop: Path) ->
         make_tuned(workshop / f"{family}-{seed}", model, settings, seed)
         for seed, settings in enumerate(diagonal_settings(model))
     ]
-    check_batch(
-        model,
-        [
-            *adapters,
-            make_adapter(
-                workshop / f"{family}-lora", model, 1, modules=linear_names(read_model_config(model)).linears
-            ),
-        ],
-    )
+    linears = linear_names(read_model_config(model)).linears
+    check_batch(model, [*adapters, make_adapter(workshop / f"{family}-lora", model, 1, modules=linears)])
 
 
 def test_both_stacks_of_t5(workshop: Path) -> None:
@@ -119,32 +99,6 @@ def prefetch(workshop: Path, model: Path) -> Path:
         make_tuned(workshop / "prefetch" / str(seed), model, kind, seed)
     make_adapter(workshop / "prefetch" / "90", model, 1)
     return workshop / "prefetch"
-
-
-@pytest.mark.parametrize("room", ["ample", "evicting"])
-def test_greedy_tokens_of_the_engine(room: str, model: Path, prefetch: Path) -> None:
-    """With prefixes reused; evicted and read again without room."""
-    size = 2**22 if room == "ample" else 5 * 73728
-    cache = LoraCacheConfig(
-        gpu_memory_bytes=size, host_memory_bytes=size, prefetch_dir=prefetch, max_adapter_size=8
-    )
-    config = EngineConfig(
-        model, device="cpu", max_seq_len=96, max_num_tokens=48, max_batch_size=16, lora=cache
-    )
-    engine = Engine(config)
-    names = sorted(path.name for path in prefetch.iterdir())
-    cases = [(name, tokens(20, 1)) for name in (*names, "", *names)]
-    requests = [
-        Request(tuple(ids), SamplingConfig(max_tokens=8), LoraInput(int(name)) if name else None)
-        for name, ids in cases
-    ]
-    for (name, ids), events in zip(cases, run(engine, *requests), strict=True):
-        found = [token for event in events for token in event.token_ids]
-        check_greedy(found, 8, model, prefetch / name if name else None, ids)
-        assert events[-1].metrics is not None and events[-1].metrics.prompt_tokens == 20
-    stats = engine.stats().adapters
-    assert (stats.host_evictions > 0 and stats.source_loads > 0) == (room == "evicting")
-    engine.close()
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -213,27 +167,6 @@ def test_virtual_tokens(family: str, workshop: Path) -> None:
     engine.close()
 
 
-def test_the_interpreted_gpu_path(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps without virtual tokens are recorded as those of the base model are; extras are not."""
-    device = Device(torch.device("cpu"), CudaOps(), "interpreted", lambda function: function)
-    monkeypatch.setattr("manylora.engine.build.open_device", lambda name: device)
-    model = make_model(workshop / "gpu", "llama-mha-tied", seed=2, num_hidden_layers=1)
-    settings = [
-        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-        peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    ]
-    made = [make_tuned(workshop / "gpu-a" / str(n), model, one, n) for n, one in enumerate(settings)]
-    cache = LoraCacheConfig(prefetch_dir=made[0].parent)
-    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=32, max_batch_size=4, lora=cache))
-    ids, params = tokens(4, 1), SamplingConfig(max_tokens=2)
-    requests = [Request(tuple(ids), params)] + [Request(tuple(ids), params, LoraInput(n)) for n in range(3)]
-    for path, events in zip([None, *made], run(engine, *requests), strict=True):
-        found = [token for event in events for token in event.token_ids]
-        check_greedy(found, 2, model, path, ids)
-    engine.close()
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -250,9 +183,7 @@ def test_the_interpreted_gpu_path(workshop: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_does_not_fit(
     change: dict[str, object], reason: str, model: Path, prefetch: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(prefetch / "92", tmp_path / "a")
-    path = tmp_path / "a" / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    folder = edited(prefetch / "92", tmp_path / "a", **change)
     modules = lora_modules(read_model_config(model))
     with pytest.raises(AdapterInvalidError, match=reason):
-        read_lora(find_source(tmp_path / "a"), 0, ReadOptions(modules, BaseWeights(model), num_layers=2))
+        read_lora(find_source(folder), 0, ReadOptions(modules, BaseWeights(model), num_layers=2))

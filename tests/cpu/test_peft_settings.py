@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from adapter_cases import CONFIG, edited
 from driver import Driver, agree
 from tiny_models import (
-    load_transformers,
     make_adapter,
     make_kind,
     make_model,
@@ -33,7 +32,6 @@ from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 
-CONFIG = "adapter_config.json"
 IDS = [random.Random(5).randrange(3, 250) for _ in range(20)]
 NAMES = ("q_proj", "v_proj", "down_proj")
 
@@ -51,13 +49,6 @@ def adapter(model: Path) -> Path:
 @pytest.fixture(scope="module")
 def options(model: Path) -> ReadOptions:
     return ReadOptions(lora_modules(read_model_config(model)), BaseWeights(model), num_layers=2)
-
-
-def changed(adapter: Path, to: Path, **settings: Any) -> Path:
-    shutil.copytree(adapter, to)
-    config = json.loads((to / CONFIG).read_text())
-    (to / CONFIG).write_text(json.dumps(config | settings))
-    return to
 
 
 def refused(adapter: Path, options: ReadOptions) -> str:
@@ -90,7 +81,7 @@ def test_a_value_of_another_type_is_refused_by_its_key(
 ) -> None:
     wrong = max((start for start in WRONG if what.startswith(start)), key=len)
     settings = json.loads((adapter / CONFIG).read_text())
-    folder = changed(adapter, tmp_path / "a")
+    folder = edited(adapter, tmp_path / "a")
     for name in names.split():
         for value in WRONG[wrong]:
             if name == "peft_type":
@@ -116,7 +107,7 @@ def test_a_value_of_another_type_is_refused_by_its_key(
 def test_what_a_pattern_gives_its_modules_is_judged_also_where_it_means_none(
     name: str, what: str, values: list[Any], adapter: Path, options: ReadOptions, tmp_path: Path
 ) -> None:
-    folder = changed(adapter, tmp_path / "a")
+    folder = edited(adapter, tmp_path / "a")
     settings = json.loads((folder / CONFIG).read_text())
     for value in values:
         for module in ("q_proj", "nowhere"):
@@ -125,19 +116,19 @@ def test_what_a_pattern_gives_its_modules_is_judged_also_where_it_means_none(
 
 
 def test_a_list_of_very_many_names_takes_no_time(adapter: Path, options: ReadOptions, tmp_path: Path) -> None:
-    many = changed(adapter, tmp_path / "many", target_modules=["x" * (1 + n % 5) for n in range(200_000)])
+    many = edited(adapter, tmp_path / "many", target_modules=["x" * (1 + n % 5) for n in range(200_000)])
     began = time.thread_time()
     read_whole(find_source(many), options)
     assert time.thread_time() - began < 2
-    most = changed(adapter, tmp_path / "most", target_modules=["q_proj"] * 10**6)
+    most = edited(adapter, tmp_path / "most", target_modules=["q_proj"] * 10**6)
     assert "too large" in refused(most, options) or "at most" in refused(most, options)
 
 
-@pytest.mark.parametrize("text", ['{"r": ' + "[" * 10**5, '{"a":' * 10**5, "[" * 10**5 + "]" * 10**5])
+@pytest.mark.parametrize("text", ['{"a":' * 10**5, "[" * 10**5 + "]" * 10**5])
 def test_what_is_nested_very_deeply_is_no_configuration(
     text: str, adapter: Path, options: ReadOptions, tmp_path: Path
 ) -> None:
-    folder = changed(adapter, tmp_path / "a")
+    folder = edited(adapter, tmp_path / "a")
     (folder / CONFIG).write_text(text)
     assert "is not readable JSON" in refused(folder, options)
 
@@ -149,7 +140,7 @@ def test_what_is_nested_very_deeply_is_no_configuration(
 def test_expressions_that_never_end_are_refused(
     name: str, pattern: str, adapter: Path, options: ReadOptions, tmp_path: Path
 ) -> None:
-    reason = refused(changed(adapter, tmp_path / "a", **{name: {pattern: 4}}), options)
+    reason = refused(edited(adapter, tmp_path / "a", **{name: {pattern: 4}}), options)
     assert name in reason and ("is too involved" in reason or "is not a pattern" in reason)
 
 
@@ -158,7 +149,7 @@ def test_an_expression_that_selects_modules_is_never_run(
 ) -> None:
     """The file's matrices say which they are."""
     for n, name in enumerate(("target_modules", "exclude_modules")):
-        folder = changed(adapter, tmp_path / str(n), **{name: "(.*.*.*.*)*!" * 9})
+        folder = edited(adapter, tmp_path / str(n), **{name: "(.*.*.*.*)*!" * 9})
         began = time.thread_time()
         read_whole(find_source(folder), options)
         assert time.thread_time() - began < 2
@@ -170,23 +161,18 @@ def logits(model: Path, adapter: Path, options: ReadOptions) -> torch.Tensor:
     return found
 
 
-STARTS = [True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga"]
-
-
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", [False, "gaussian", "lora_ga"])
 def test_beginnings_that_leave_the_base_as_it_is(
     start: object, model: Path, adapter: Path, options: ReadOptions, tmp_path: Path
 ) -> None:
     """To PEFT, that of LoRA-GA is such a one once training is over."""
-    folder = changed(adapter, tmp_path / "a", init_lora_weights=start)
+    folder = edited(adapter, tmp_path / "a", init_lora_weights=start)
     assert agree(logits(model, folder, options), reference_logits(model, folder, IDS))
 
 
 def test_an_unconverted_lora_ga_is_told(adapter: Path, options: ReadOptions, tmp_path: Path) -> None:
-    from dataclasses import replace
-
     told: list[str] = []
-    folder = changed(adapter, tmp_path / "a", init_lora_weights="lora_ga")
+    folder = edited(adapter, tmp_path / "a", init_lora_weights="lora_ga")
     read_whole(find_source(folder), replace(options, tell=told.append))
     assert [line for line in told if "a base that LoRA-GA had changed" in line]
 
@@ -202,57 +188,8 @@ def test_an_unconverted_lora_ga_is_told(adapter: Path, options: ReadOptions, tmp
 def test_beginnings_that_need_another_base_say_what_to_do(
     start: str, advice: str, adapter: Path, options: ReadOptions, tmp_path: Path
 ) -> None:
-    reason = refused(changed(adapter, tmp_path / "a", init_lora_weights=start), options)
+    reason = refused(edited(adapter, tmp_path / "a", init_lora_weights=start), options)
     assert "needs a changed base model" in reason and advice in reason
-
-
-def train(model: Any) -> None:
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-
-
-def corda(model: Any, config: peft.LoraConfig) -> None:
-    from peft.tuners.lora.corda import preprocess_corda
-
-    preprocess_corda(model, config, run_model=lambda: model(torch.tensor([IDS])))
-
-
-def lora_ga(model: Any, config: peft.LoraConfig) -> None:
-    from peft.tuners.lora.loraga import preprocess_loraga
-
-    ids = torch.tensor([IDS])
-    preprocess_loraga(model, config, lambda: model(ids, labels=ids).loss.backward())
-
-
-BASES: dict[str, tuple[dict[str, Any], Callable[[Any, peft.LoraConfig], None]]] = {
-    "corda": ({"corda_config": peft.tuners.lora.config.CordaConfig(corda_method="kpm")}, corda),
-    "lora_ga": ({"lora_ga_config": peft.tuners.lora.config.LoraGAConfig()}, lora_ga),
-    "pissa_niter_2": ({}, lambda model, config: None),
-}
-
-
-@pytest.mark.parametrize("start", BASES)
-def test_an_adapter_of_a_changed_base_is_served_once_converted(
-    start: str, model: Path, options: ReadOptions, tmp_path: Path
-) -> None:
-    """As it answered in training, on the base as it came."""
-    more, prepare = BASES[start]
-    config = peft.LoraConfig(r=4, lora_alpha=6, init_lora_weights=start, target_modules=list(NAMES), **more)
-    base = load_transformers(model)
-    prepare(base, config)
-    made = peft.get_peft_model(base, config)
-    made.peft_config["default"].init_lora_weights = True
-    made.save_pretrained(str(tmp_path / "start"))
-    made.peft_config["default"].init_lora_weights = start
-    train(made)
-    with torch.inference_mode():
-        expected = made.eval()(torch.tensor([IDS])).logits[0]
-    conversion = {"path_initial_model_for_weight_conversion": str(tmp_path / "start")}
-    made.save_pretrained(str(tmp_path / "whole"), **conversion)
-    assert agree(logits(model, tmp_path / "whole", options), expected)
 
 
 def test_trainable_tokens_of_embedding_and_head(model: Path, options: ReadOptions, tmp_path: Path) -> None:

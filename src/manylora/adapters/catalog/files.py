@@ -13,9 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from manylora.adapters.catalog.names import MAX_FOLDERS, is_folder_name, name_problem
-from manylora.adapters.formats.gguf import is_adapter
-from manylora.adapters.formats.npy import is_llgtrt
-from manylora.adapters.formats.peft.settings import is_one_file
+from manylora.adapters.formats.safe_files import file_kind
 from manylora.adapters.formats.sources import find_source
 from manylora.errors import AdapterInvalidError, ConfigError, printable
 
@@ -232,7 +230,7 @@ def _report_skipped(name: str, problem: str) -> None:
 
 
 def _is_one(path: Path) -> bool:
-    return is_llgtrt(path) or is_one_file(path) or is_adapter(path)
+    return file_kind(path) in ("llgtrt", "peft", "gguf")
 
 
 def _is_adapter(path: Path) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 from manylora.adapters.catalog.entry import CatalogError, Terms
 from manylora.adapters.catalog.files import Fingerprint
-from manylora.adapters.formats.peft.settings import EMBEDDED
+from manylora.adapters.formats.safe_files import EMBEDDED
 from manylora.adapters.formats.tensor_files import with_metadata
 from manylora.system.folders import make_temporary, remove_temporary
 

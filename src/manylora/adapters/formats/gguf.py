@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from manylora.adapters.bounds import ANY_MODEL, Bounds
+from manylora.adapters.bounds import Bounds
 from manylora.adapters.formats.base_weights import BaseReader
 from manylora.adapters.formats.safe_files import OpenFile
 from manylora.adapters.formats.tensor_files import NUMPY_TYPES, RawTensor, decode
 from manylora.checkpoints.gguf.config import ARCHITECTURES, EXPERTS
-from manylora.checkpoints.gguf.container import MAGIC, Header, TensorInfo, read_open
+from manylora.checkpoints.gguf.container import Header, TensorInfo, read_open
 from manylora.errors import AdapterInvalidError, ConfigError, printable
 
 if TYPE_CHECKING:  # torch only when something is read
@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # torch only when something is read
 ARCHITECTURE = "general.architecture"
 TYPES = {"general.type": "adapter", "adapter.type": "lora"}
 ALPHA, INVOCATION = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
-LOOKED_AT = 2**16  # bytes
 MOST_TEXT = 300  # characters of an error
 EMBEDDING = "token_embd.weight"
 # What the order of rows depends on, in GGUF's words and in those of config.json.
@@ -33,25 +32,6 @@ SIZES = {
     "embedding_length": ("hidden_size", "n_embd"), "ssm.time_step_rank": ("linear_num_value_heads",),
     "ssm.group_count": ("linear_num_key_heads",), "ssm.state_size": ("linear_key_head_dim",),
 }  # fmt: skip
-
-
-def is_gguf(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
-    """Whether the file begins like GGUF."""
-    return _begin(path, bounds, len(MAGIC)) == MAGIC
-
-
-def is_adapter(path: Path) -> bool:
-    """Whether a GGUF file seems to be an adapter, without reading all of its header."""
-    begin = _begin(path, ANY_MODEL, LOOKED_AT)
-    return begin.startswith(MAGIC) and b"adapter.type" in begin
-
-
-def _begin(path: Path, bounds: Bounds, size: int) -> bytes:
-    try:
-        file = OpenFile(path, bounds)
-        return file.read(0, min(file.size, size))
-    except (AdapterInvalidError, OSError):
-        return b""
 
 
 def read_settings(path: Path, bounds: Bounds) -> dict[str, Any]:
@@ -181,7 +161,7 @@ def _matrices(pair: Mapping[str, RawTensor], source: Source) -> tuple[RawTensor,
         a = RawTensor(a.dtype, a.shape[1:], None, a.file, a.offset + number * size, size)
     a, b = _plain(info.name, a), _plain(info.name, b)
     if source.rows is not None:
-        b = _stored(decode(info.name, b)[source.rows.numpy()])
+        b = RawTensor.of(decode(info.name, b)[source.rows.numpy()])
     return a, b
 
 
@@ -199,9 +179,9 @@ def _in_order(
     if target.runs is not None:
         if first.shape[1] % len(target.runs):
             raise AdapterInvalidError(f"{name}: lora_a must have inputs of {len(target.runs)} heads")
-        return _stored(in_runs(torch.from_numpy(first), target.runs).numpy()), parts[0][1]
+        return RawTensor.of(in_runs(torch.from_numpy(first), target.runs).numpy()), parts[0][1]
     b = np.concatenate([decode(name, one) for _, one in parts])
-    return parts[0][0], _stored(b if target.rows is None else b[target.rows.numpy()])
+    return parts[0][0], RawTensor.of(b if target.rows is None else b[target.rows.numpy()])
 
 
 def _plain(name: str, tensor: RawTensor) -> RawTensor:
@@ -212,9 +192,4 @@ def _plain(name: str, tensor: RawTensor) -> RawTensor:
 
     data = np.frombuffer(tensor.data, np.uint8).reshape(*tensor.shape[:-1], -1)
     with np.errstate(all="ignore"):  # NaNs are found when values are used
-        return _stored(dequantize(data, GGMLQuantizationType[tensor.dtype]).reshape(tensor.shape))
-
-
-def _stored(values: np.ndarray) -> RawTensor:
-    values = np.ascontiguousarray(values, np.float32)
-    return RawTensor("F32", values.shape, values)
+        return RawTensor.of(dequantize(data, GGMLQuantizationType[tensor.dtype]).reshape(tensor.shape))

@@ -22,7 +22,7 @@ from manylora.adapters.formats.peft.rows import RowPlan
 from manylora.adapters.formats.peft.settings import PeftConfig
 from manylora.adapters.formats.pickled import read_torch
 from manylora.adapters.formats.read_options import DEFAULT, ReadOptions
-from manylora.adapters.formats.safe_files import OpenFile, list_files
+from manylora.adapters.formats.safe_files import OpenFile, file_kind, list_files
 from manylora.adapters.formats.tensor_files import RawTensor
 from manylora.adapters.modules import LoraModuleId
 from manylora.adapters.tensors import AdapterRow
@@ -39,19 +39,11 @@ LAYER = re.compile(r"\.layers\.(\d{1,5})\.")
 SIDES = {".linear_in.weight": "A", ".linear_out.weight": "B"}
 
 
-def is_tar(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
-    """Whether the file starts like a tar archive."""
-    try:
-        return OpenFile(path, bounds).read(257, 5) == b"ustar"
-    except (AdapterInvalidError, OSError):
-        return False
-
-
 def find_nemo(path: Path) -> Path:
     """The archive that `path` is, or the one in the directory `path`. Raises AdapterInvalidError."""
     name = path.name
     if path.is_file():
-        if path.suffix != ".nemo" and not is_tar(path):
+        if path.suffix != ".nemo" and file_kind(path) != "nemo":
             raise AdapterInvalidError(f"{name} is not a .nemo file")
         return path
     if not path.is_dir():

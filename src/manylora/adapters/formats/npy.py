@@ -4,7 +4,6 @@ llgtrt's safetensors file with the two tensors `weights` and `config`."""
 from __future__ import annotations
 
 import io
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,6 @@ READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.re
 MAX_DIMS = 8
 MAX_HEADER = 2**14  # bytes; NumPy itself refuses texts of more than 10 000
 LLGTRT = {"weights", "config"}
-MAX_LLGTRT = 2**16  # of a file with two tensors
 
 
 def read_npy(folder: Path, bounds: Bounds = ANY_MODEL) -> tuple[np.ndarray, np.ndarray]:
@@ -115,17 +113,6 @@ class _Array:
         if values.size:
             self.file.read_into(self.start, values.reshape(-1, order="A").view(np.uint8))
         return values
-
-
-def is_llgtrt(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
-    """Whether the header names exactly these two tensors."""
-    try:
-        file = OpenFile(path, bounds)
-        size = int.from_bytes(file.read(0, 8), "little")
-        header = json.loads(file.read(8, size)) if 0 < size <= MAX_LLGTRT else None
-    except (AdapterInvalidError, OSError, ValueError, RecursionError):
-        return False
-    return isinstance(header, dict) and header.keys() - {"__metadata__"} == LLGTRT
 
 
 def read_llgtrt(path: Path, bounds: Bounds = ANY_MODEL) -> tuple[np.ndarray, np.ndarray]:

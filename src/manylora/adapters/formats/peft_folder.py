@@ -37,7 +37,7 @@ from manylora.adapters.formats.peft_types import check_peft_type, convert
 from manylora.adapters.formats.peft_types.converted import LoraForm, PeftFiles
 from manylora.adapters.formats.pickled import read_torch
 from manylora.adapters.formats.read_options import DEFAULT, ReadOptions
-from manylora.adapters.formats.safe_files import OpenFile, is_plain, read_small
+from manylora.adapters.formats.safe_files import OpenFile, is_gguf, is_plain, read_small
 from manylora.adapters.formats.tensor_files import RawTensor, header_of, read_safetensors, tensors_of
 from manylora.adapters.formats.trainers import in_peft_form, is_foreign
 from manylora.adapters.number_types import BY_SAFETENSORS, NumberType
@@ -146,7 +146,7 @@ def peft_tensors(
     """The tensors by the names under which PEFT saves them, as stored, without those that `options` leaves
     out. folder: or a single file that is an adapter. file: the open file of the weights, if there is one."""
     path = folder if is_plain(folder) else folder / WEIGHTS
-    if path == folder and gguf.is_gguf(folder, options.bounds):
+    if path == folder and is_gguf(folder, options.bounds):
         return gguf.read_tensors(folder, options.bounds)
     if file is not None:
         tensors = tensors_of(file, options.bounds)

@@ -6,17 +6,23 @@ Nothing is memory-mapped: if a mapped file is truncated, the process is killed.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from manylora.adapters.bounds import Bounds
+from manylora.adapters.bounds import ANY_MODEL, Bounds
 from manylora.errors import AdapterInvalidError
 
 # A pipe or a device in the place of a file neither holds the reader up nor becomes its terminal.
 FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 MAX_FILES = 4096
+LOOKED_AT = 2**16  # bytes at the start of a file that tell its kind
+EMBEDDED = "adapter_config"
+"""Key of a safetensors file's metadata that has the text of adapter_config.json: such a file is an adapter of
+its own."""
 
 
 def is_plain(path: Path) -> bool:
@@ -89,6 +95,30 @@ class OpenFile:
             if got == 0:
                 raise AdapterInvalidError(f"{self.name} is not readable: it was cut short")
             done += got
+
+
+def file_kind(path: Path, bounds: Bounds = ANY_MODEL) -> str | None:
+    """What a file begins like: gguf or other gguf (a model's), nemo (any tar archive), llgtrt, or peft (the
+    settings are in its metadata). None: like no adapter, or it cannot be read."""
+    try:
+        file = OpenFile(path, bounds)
+        begin = file.read(0, min(file.size, LOOKED_AT))
+    except (AdapterInvalidError, OSError):
+        return None
+    if begin.startswith(b"GGUF"):
+        return "gguf" if b"adapter.type" in begin else "other gguf"
+    if begin[257:262] == b"ustar":
+        return "nemo"
+    header = begin[8 : 8 + int.from_bytes(begin[:8], "little")]
+    with suppress(ValueError, RecursionError):
+        found = json.loads(header)
+        if isinstance(found, dict) and found.keys() - {"__metadata__"} == {"weights", "config"}:
+            return "llgtrt"
+    return "peft" if f'"{EMBEDDED}"'.encode() in header else None
+
+
+def is_gguf(path: Path, bounds: Bounds) -> bool:
+    return (file_kind(path, bounds) or "").endswith("gguf")
 
 
 def read_small(path: Path, bounds: Bounds, most: int) -> bytes:

@@ -9,13 +9,12 @@ import numpy as np
 
 from manylora.adapters.extras import take_invocation
 from manylora.adapters.formats import mlx, npy, one_line
-from manylora.adapters.formats.gguf import is_adapter, is_gguf
-from manylora.adapters.formats.nemo import find_nemo, is_tar, nemo_tensors, read_nemo
-from manylora.adapters.formats.npy import is_llgtrt, read_llgtrt, read_npy, read_npy_invocation
-from manylora.adapters.formats.peft.settings import CONFIG, is_one_file
+from manylora.adapters.formats.nemo import find_nemo, nemo_tensors, read_nemo
+from manylora.adapters.formats.npy import read_llgtrt, read_npy, read_npy_invocation
+from manylora.adapters.formats.peft.settings import CONFIG
 from manylora.adapters.formats.peft_folder import WEIGHTS, peft_tensors, read_peft, read_peft_whole
 from manylora.adapters.formats.read_options import DEFAULT, ReadOptions
-from manylora.adapters.formats.safe_files import is_plain, list_files
+from manylora.adapters.formats.safe_files import file_kind, is_plain, list_files
 from manylora.adapters.number_types import BY_DTYPE, BY_SAFETENSORS, to_bfloat16
 from manylora.adapters.tensors import AdapterContent, lora_input, pack_rows
 from manylora.errors import AdapterInvalidError
@@ -49,14 +48,9 @@ def find_source(path: Path) -> Source:
     """
     try:
         if path.is_file():
-            if is_llgtrt(path):
-                return Source("llgtrt", path)
-            if is_gguf(path):
-                return Source("gguf", path)
-            if path.suffix == ".nemo" or is_tar(path):
-                return Source("nemo", path)
-            if is_one_file(path):
-                return Source("peft", path)
+            kind = "nemo" if path.suffix == ".nemo" else file_kind(path)
+            if kind is not None:
+                return Source(kind.removeprefix("other "), path)
             raise AdapterInvalidError(
                 f"{path.name} is neither a .nemo archive nor an llgtrt .safetensors file, nor one of PEFT "
                 "with adapter_config in its metadata"
@@ -71,14 +65,15 @@ def find_source(path: Path) -> Source:
             return Source("mlx" if is_mlx else "peft", path)
         if list_files(path, ".nemo"):
             return Source("nemo", find_nemo(path))
-        found = [file for file in list_files(path, ".safetensors") if is_llgtrt(file)]
-        found += [file for file in list_files(path, ".gguf") if is_adapter(file)]
+        found = []
+        for kind, suffix in (("llgtrt", ".safetensors"), ("gguf", ".gguf")):
+            found += [Source(kind, file) for file in list_files(path, suffix) if file_kind(file) == kind]
     except (OSError, RuntimeError, ValueError) as error:
         raise AdapterInvalidError(f"{path.name[:80]} cannot be read: {one_line(error)}") from error
     if len(found) > 1:
         raise AdapterInvalidError(f"folder {path.name} holds {len(found)} adapters: name one of them")
     if found:
-        return Source("gguf" if is_gguf(found[0]) else "llgtrt", found[0])
+        return found[0]
     raise AdapterInvalidError(
         f"folder {path.name} holds neither model.lora_weights.npy nor a PEFT adapter_config.json, a .nemo "
         "archive or an llgtrt .safetensors file"

@@ -48,6 +48,12 @@ class RawTensor:
     offset: int = 0
     size: int = 0
 
+    @classmethod
+    def of(cls, values: np.ndarray) -> RawTensor:
+        """In float32."""
+        values = np.ascontiguousarray(values, np.float32)
+        return cls("F32", values.shape, values)
+
     @property
     def data(self) -> Any:
         """The values as a bytes-like object. If they are in a file, each call reads them."""

@@ -151,7 +151,7 @@ def _join_parts(
             joined[at : at + len(matrix), number * rank : (number + 1) * rank] = matrix
             at += len(matrix)
         for side, values in (("A", np.concatenate(a)), ("B", joined)):
-            found[f"{path}.lora_{side}.weight"] = RawTensor("F32", values.shape, values)
+            found[f"{path}.lora_{side}.weight"] = RawTensor.of(values)
         name = path.removeprefix("base_model.model.")
         ranks[name], alphas[name] = rank * len(order), (settings.get("lora_alpha") or 0) * len(order)
     return {**settings, "rank_pattern": ranks, "alpha_pattern": alphas} if layers else settings, found

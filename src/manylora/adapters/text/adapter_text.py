@@ -58,7 +58,7 @@ class Tokenizers:
 
     def find(self, path: Path, bounds: Bounds) -> TokenizerFile | None:
         """The validated file at a path. None: it equals the base model's. Raises AdapterInvalidError."""
-        content = _read(path, bounds)
+        content = _read(path, bounds, MAX_TOKENIZER_BYTES)
         file = TokenizerFile(_digest(content), path, bounds)
         if file.digest == self._base_digest:
             return None
@@ -80,7 +80,7 @@ class Tokenizers:
         found = self.get(file)
         if found is not None:
             return found
-        content = _read(file.path, file.bounds)
+        content = _read(file.path, file.bounds, MAX_TOKENIZER_BYTES)
         if _digest(content) != file.digest:
             raise AdapterInvalidError(f"its {file.path.name} has changed, and is not in memory any more")
         return self._add(file, content)
@@ -116,10 +116,10 @@ class Tokenizers:
             return made
 
 
-def _read(path: Path, bounds: Bounds) -> bytes:
+def _read(path: Path, bounds: Bounds, most: int) -> bytes:
     """Raises AdapterInvalidError."""
     try:
-        return read_small(path, bounds, MAX_TOKENIZER_BYTES)
+        return read_small(path, bounds, most)
     except OSError as error:
         raise AdapterInvalidError(f"{path.name} cannot be read: {error.strerror}") from error
 
@@ -296,10 +296,8 @@ class AdapterTexts:
 
     def _read(self, file: Path, given: Any) -> str:
         """given: True for a file in the adapter's folder, which must be within the roots."""
-        bounds = self._bounds if given is True else Bounds()
+        content = _read(file, self._bounds if given is True else Bounds(), MAX_FILE_BYTES)
         try:
-            return read_small(file, bounds, MAX_FILE_BYTES).decode("utf-8")
+            return content.decode("utf-8")
         except UnicodeDecodeError as error:
             raise AdapterInvalidError(f"{file.name} is not UTF-8 text") from error
-        except OSError as error:
-            raise AdapterInvalidError(f"{file.name} cannot be read: {error.strerror}") from error

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from manylora.adapters.formats.gguf import is_adapter
+from manylora.adapters.formats.safe_files import file_kind
 from manylora.adapters.modules import LoraModule, LoraModuleId, lora_modules
 from manylora.adapters.remote.resolver import AdapterSources, Located, is_url
 from manylora.adapters.report import AdapterReport, BaseModel, inspect_adapter
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
             AdapterSources().locate(options.path) if is_url(options.path) else Located(Path(options.path))
         )
         path = located.path
-        is_model = is_gguf(path) and not is_adapter(path)
+        is_model = is_gguf(path) and file_kind(path) != "gguf"
         is_model |= is_hub_id(options.path)  # an id of the hub is taken as a model's
         if path.is_dir():
             is_model = (path / "config.json").is_file() and not (path / "adapter_config.json").exists()

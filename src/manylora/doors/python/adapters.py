@@ -18,7 +18,7 @@ from manylora.adapters.catalog.files import AdapterFolders, Fingerprint, fingerp
 from manylora.adapters.catalog.library import AdapterLibrary, task_id_of
 from manylora.adapters.catalog.names import Aliases
 from manylora.adapters.catalog.reader import AdapterReader
-from manylora.adapters.formats.peft.settings import EMBEDDED
+from manylora.adapters.formats.safe_files import EMBEDDED
 from manylora.adapters.formats.sources import find_source
 from manylora.adapters.remote.resolver import AdapterSources, Located, is_remote
 from manylora.adapters.tensors import Adapter, FileAdapter

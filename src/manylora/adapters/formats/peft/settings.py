@@ -20,18 +20,14 @@ from typing import Any
 from manylora.adapters.bounds import ANY_MODEL, Bounds
 from manylora.adapters.extras import check_invocation
 from manylora.adapters.formats import gguf, mlx, one_line
-from manylora.adapters.formats.safe_files import OpenFile, is_plain, read_small
+from manylora.adapters.formats.safe_files import EMBEDDED, OpenFile, is_gguf, is_plain, read_small
 from manylora.adapters.formats.tensor_files import read_metadata
 from manylora.errors import AdapterInvalidError
 
 CONFIG = "adapter_config.json"
 MAX_BYTES = 2**21
-EMBEDDED = "adapter_config"
-"""Key of a safetensors file's metadata that has the text of adapter_config.json: such a file is an adapter of
-its own."""
 AUTOMODEL, SCALED = "automodel_peft_config.json", "moe_rank_scaling"
 """NeMo AutoModel's file beside it, and its word for experts of a smaller rank than `r`."""
-LOOKED_AT = 2**16  # bytes of a header, in which the key must be
 NORMALIZED = "dora_normalized"
 """Key that tools/normalize_dora.py sets: the magnitudes are divided by the row norms already."""
 # Settings under which PEFT computes something else than the base plus scale * B A x.
@@ -54,7 +50,7 @@ def read_settings(folder: Path, bounds: Bounds = ANY_MODEL) -> dict[str, Any]:
     with it in its metadata. Raises AdapterInvalidError."""
     path = folder / CONFIG
     try:
-        if gguf.is_gguf(folder, bounds):
+        if is_gguf(folder, bounds):
             settings: Any = gguf.read_settings(folder, bounds)
         elif is_plain(folder):
             text = read_metadata(OpenFile(folder, bounds), bounds).get(EMBEDDED, "")
@@ -77,16 +73,6 @@ def read_settings(folder: Path, bounds: Bounds = ANY_MODEL) -> dict[str, Any]:
         settings = mlx.settings_in_peft(settings)
     _check_types(settings)
     return settings
-
-
-def is_one_file(path: Path, bounds: Bounds = ANY_MODEL) -> bool:
-    """Whether a file is a PEFT adapter that contains its configuration."""
-    try:
-        file = OpenFile(path, bounds)
-        size = min(int.from_bytes(file.read(0, 8), "little"), LOOKED_AT, file.size - 8)
-        return f'"{EMBEDDED}"'.encode() in file.read(8, size)
-    except (AdapterInvalidError, OSError):
-        return False
 
 
 def shown(value: Any) -> str:

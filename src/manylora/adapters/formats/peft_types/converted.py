@@ -170,7 +170,10 @@ class Pairs:
             if (a.shape, b.shape) != self._reserved:
                 raise unfit(path)
             if len(a):
-                self._made |= {f"{path}.lora_A.weight": raw(a), f"{path}.lora_B.weight": raw(b)}
+                self._made |= {
+                    f"{path}.lora_A.weight": RawTensor.of(a),
+                    f"{path}.lora_B.weight": RawTensor.of(b),
+                }
         return self.form()
 
     def add_shared(self, path: str, a: np.ndarray, b: np.ndarray, of_b: np.ndarray, of_d: np.ndarray) -> None:
@@ -182,14 +185,20 @@ class Pairs:
         in_stack = name is not None and name.stack is not None
         if not self.files.options.shared or EXPERT_KEY.fullmatch(key) or in_stack:
             self._check(path, rank, rank * (in_dim + out_dim))
-            self._made |= {key: raw(a * of_d[:, None]), f"{path}.lora_B.weight": raw(b * of_b[:, None])}
+            self._made |= {
+                key: RawTensor.of(a * of_d[:, None]),
+                f"{path}.lora_B.weight": RawTensor.of(b * of_b[:, None]),
+            }
             return
         self._check(path, rank, rank + out_dim)
         if (in_dim, out_dim) not in self._common:
             self._check(path, rank, rank * (in_dim + out_dim))
-            self._common[in_dim, out_dim] = raw(a), raw(b)
-        self._made[key], self._made[f"{path}.lora_B.weight"] = self._common[in_dim, out_dim]
+            self._common[in_dim, out_dim] = RawTensor.of(a), RawTensor.of(b)
+        self._keep(path, *self._common[in_dim, out_dim])
         self._vectors[key] = of_b, of_d
+
+    def _keep(self, path: str, a: RawTensor, b: RawTensor) -> None:
+        self._made |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
 
     def _check(self, path: str, rank: int, numbers: int) -> None:
         """numbers: elements that the module adds."""
@@ -253,12 +262,6 @@ def integer(settings: Mapping[str, Any], name: str, default: int, values: range,
 
 def unfit(path: str, parts: str = "its tensors") -> AdapterInvalidError:
     return AdapterInvalidError(f"{path}: {parts} do not fit together")
-
-
-def raw(values: np.ndarray) -> RawTensor:
-    """A tensor in float32."""
-    values = np.ascontiguousarray(values, np.float32)
-    return RawTensor("F32", values.shape, values)
 
 
 def by_module(

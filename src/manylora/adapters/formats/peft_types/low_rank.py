@@ -150,7 +150,7 @@ def _rewritten(
             raise AdapterInvalidError(f"{key} has shape {tensor.shape}, 2 dimensions are expected")
         elements += tensor.shape[0] * tensor.shape[1] * growth(match["path"], match["side"])
         files.options.bounds.check_elements(elements)
-        made[key] = converted.raw(change(match["path"], match["side"], decode(key, tensor)))
+        made[key] = RawTensor.of(change(match["path"], match["side"], decode(key, tensor)))
     return made
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,19 +179,25 @@ class BaseReader(ExitStack):
             ) from error
 
     def _matrix(self, name: str, columns: int, transposed: bool = False) -> BaseMatrix:
-        """name: one that `find` returned."""
+        """name: one that `find` returned. columns: number of inputs. transposed: stored as [in, out]."""
         from manylora.checkpoints.quant.layouts import CheckpointWeights
 
         files = self._all()
+        hold = (lambda part: part) if self._hold is None else partial(self._hold, name, files.keys())
         try:
             if self._stored is None:
                 quant = checkpoint_quant(self.settings, self._model_dir)
                 self._stored = CheckpointWeights(quant, files.keys())
-            return BaseMatrix(name, files, self._stored, columns, transposed, self._hold)
+            if self._stored.parts(name):
+                found = self._stored.read(name, columns, lambda part: files[part].get_tensor(part))
+                return BaseMatrix(QUANTISED, list(found.shape), found.rows, hold)
         except ConfigError as error:
             raise AdapterInvalidError(
                 f"the base model's quantised {name} cannot be read as a weight of {columns} inputs: {error}"
             ) from error
+        plain = files[name].get_slice(name)
+        read = (lambda rows: plain[:, rows].T.contiguous()) if transposed else plain.__getitem__
+        return BaseMatrix(plain.get_dtype(), list(plain.get_shape()), read, hold)
 
     def _all(self) -> dict[str, Any]:
         """The open files by the names of their tensors."""
@@ -217,48 +224,26 @@ class BaseReader(ExitStack):
         return found
 
 
+@dataclass(frozen=True)
 class BaseMatrix:
     """A weight [out, in] of a checkpoint. Rows are read when they are asked for. A quantised weight is read
     whole and stays in memory, quantised, as long as this object.
 
-    files: tensor name -> open file that has it. columns: number of inputs. transposed: stored as [in, out].
-    hold: as of `BaseWeights`. Raises ConfigError when a quantised weight has another number of inputs.
+    stored: reads some rows. hold: makes of these what the server holds.
     """
 
-    def __init__(
-        self,
-        name: str,
-        files: Mapping[str, Any],
-        stored: CheckpointWeights,
-        columns: int,
-        transposed: bool = False,
-        hold: Hold | None = None,
-    ) -> None:
-        self._name, self._names, self._hold = name, files.keys(), hold
-        self._transposed = transposed
-        self._quantised: QuantisedWeight | None = None
-        if stored.parts(name):
-            self._quantised = stored.read(name, columns, lambda part: files[part].get_tensor(part))
-            self.dtype, self.shape = QUANTISED, list(self._quantised.shape)
-        else:
-            self._plain = files[name].get_slice(name)
-            self.dtype, self.shape = self._plain.get_dtype(), list(self._plain.get_shape())
+    dtype: str
+    shape: list[int]
+    stored: Callable[[slice], Tensor | QuantisedWeight]
+    hold: Callable[[Tensor | QuantisedWeight], Tensor | QuantisedWeight]
 
     def rows(self, rows: slice) -> Tensor:
         """[rows, in] in float32, as the layer multiplies with them."""
-        weight = self._stored(rows)
-        if self._hold is not None:
-            weight = self._hold(self._name, self._names, weight)
-        return _wide(weight).float()
+        return _wide(self.hold(self.stored(rows))).float()
 
     def values(self, rows: slice) -> Tensor:
         """[rows, in] as they are stored; quantised weights in float32."""
-        return _wide(self._stored(rows))
-
-    def _stored(self, rows: slice) -> Tensor | QuantisedWeight:
-        if self._quantised is not None:
-            return self._quantised.rows(rows)
-        return self._plain[:, rows].T.contiguous() if self._transposed else self._plain[rows]
+        return _wide(self.stored(rows))
 
 
 def _wide(weight: Tensor | QuantisedWeight) -> Tensor:

@@ -20,8 +20,9 @@ from manylora.adapters.extras import take_invocation
 from manylora.adapters.formats import gguf, mlx, one_line
 from manylora.adapters.formats.base_weights import BaseReader
 from manylora.adapters.formats.peft import names
+from manylora.adapters.formats.peft.experts import DORA_REASON
 from manylora.adapters.formats.peft.extras import ExtraReader
-from manylora.adapters.formats.peft.rows import DORA_REASON, plan_rows, read_layout
+from manylora.adapters.formats.peft.rows import plan_rows, read_layout
 from manylora.adapters.formats.peft.settings import (
     ALORA,
     CONFIG,
@@ -117,15 +118,15 @@ def read_peft_whole(folder: Path, options: ReadOptions = DEFAULT) -> AdapterCont
         # A whole table may be a copy of the base's, which is left out, and must have the base's shape.
         parts = [tensor for key, tensor in found.items() if not names.is_whole_table(key)]
         bounds.check_elements(sum(math.prod(tensor.shape) for tensor in parts))
-        if base is not None and peft_type(settings) == "LORA":
-            _check_default_targets(settings, tensors, str(base.settings.get("model_type")))
+        is_lora = peft_type(settings) == "LORA"
+        kind = base.settings.get("model_type") if base is not None and is_lora else None
+        _check_targets(settings, tensors, options, kind)
         encoded = _encoded_type(tensors, config) if options.float8 else None
         plan = plan_rows(tensors, config, options, encoded, form.vectors)
         rows = plan.read(base)
         extras = [*form.extras]
         if found:
             extras = ExtraReader(tensors, config, options.modules, base, tell).read(found) + extras
-    _tell_left_out(settings, tensors, options)
     _tell_missing(settings, {(row.layer, row.module_id) for row in rows}, options)
     if not rows and not extras:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
@@ -276,41 +277,30 @@ def _encoded_type(tensors: Mapping[str, RawTensor], config: PeftConfig) -> Numbe
     return kind
 
 
-def _paths(keys: Iterable[str]) -> set[str]:
-    """The paths of the modules that have a low-rank matrix."""
-    return {match["path"] for match in map(names.SIDE.fullmatch, keys) if match}
-
-
 def _is_named(path: str, listed: Iterable[str]) -> bool:
     return any(path == name or path.endswith(f".{name}") for name in listed)
 
 
-def _check_default_targets(settings: Mapping[str, Any], keys: Iterable[str], model_type: str) -> None:
-    """If target_modules is null, PEFT uses defaults for each model type and ignores other modules. Refuse a
-    file that has such modules. model_type: in the base's config.json."""
-    known = (listed.split() for listed, types in DEFAULT_TARGETS.items() if model_type in types.split())
-    targets = next(known, None)
-    named = settings.get("target_modules") is not None or settings.get("target_parameters")
-    if targets is None or named or "peft_type" not in settings:  # Tinker's has neither
-        return
-    if others := sorted(path for path in _paths(keys) if not _is_named(path, targets)):
-        raise AdapterInvalidError(
-            f"{CONFIG}: target_modules is null, which is {' and '.join(targets)} for {model_type}, but the "
-            f"file has {some(others)}: name in target_modules what was trained"
-        )
-
-
-def _tell_left_out(settings: Mapping[str, Any], keys: Iterable[str], options: ReadOptions) -> None:
+def _check_targets(
+    settings: Mapping[str, Any], keys: Iterable[str], options: ReadOptions, model_type: str | None
+) -> None:
     """A note about matrices of modules that the settings exclude, as far as these are lists: PEFT ignores
-    them with a warning. keys: names of a LoRA's tensors. Regular expressions are not evaluated."""
+    them with a warning. Regular expressions are not evaluated. If target_modules is null, PEFT has a default
+    for each model type, and a file with other modules is refused. keys: names of a LoRA's tensors.
+    model_type: in the base's config.json; None: not known."""
     named, excluded = settings.get("target_modules"), settings.get("exclude_modules")
     others = settings.get("target_parameters") or settings.get("ensure_weight_tying")
+    known = (listed.split() for listed, types in DEFAULT_TARGETS.items() if model_type in types.split())
+    is_null = named is None and not settings.get("target_parameters") and "peft_type" in settings
+    default = next(known, []) if is_null else []  # Tinker's has neither of these
     named = named if isinstance(named, list) and not others else []
     asked = settings.get("layers_to_transform")
     layers = asked if isinstance(asked, list) else [] if asked is None else [asked]
-    left_out = []
-    for path in sorted(_paths(keys)):
+    left_out, unnamed = [], []
+    for path in sorted({match["path"] for match in map(names.SIDE.fullmatch, keys) if match}):
         name = path.removeprefix("base_model.model.")
+        if default and not _is_named(name, default):
+            unnamed.append(path)
         if isinstance(excluded, list) and _is_named(name, excluded):
             left_out.append(path)
         elif named and name not in named:
@@ -318,6 +308,11 @@ def _tell_left_out(settings: Mapping[str, Any], keys: Iterable[str], options: Re
             elsewhere = layers and (layer is None or int(layer[1]) not in layers)
             if elsewhere or not _is_named(name, named):
                 left_out.append(path)
+    if unnamed:
+        raise AdapterInvalidError(
+            f"{CONFIG}: target_modules is null, which is {' and '.join(default)} for {model_type}, but the "
+            f"file has {some(unnamed)}: name in target_modules what was trained"
+        )
     if left_out:
         options.tell(
             f"{CONFIG} leaves out what the file has, and PEFT does too; here it acts: {some(left_out)}"

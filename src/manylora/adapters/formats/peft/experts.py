@@ -110,7 +110,7 @@ class ExpertReader:
         where, count = f"{MODULE_NAMES[module_id]} of layer {layer}", max(experts) + 1
         self._check_count(where, count, module_id)
         pairs: list[tuple[np.ndarray, np.ndarray]] = []
-        magnitudes: list[np.ndarray] = []
+        magnitudes: list[np.ndarray | None] = []
         for number in range(count):
             path, matrices = experts.get(number, (where, {}))
             a, b = _both(f"expert {number}: {path}", matrices)
@@ -125,11 +125,13 @@ class ExpertReader:
                 )
             scale = self.config.scale(path, len(a))
             pairs.append((a, self._scaled(path, b, scale)))
-            magnitudes += self._magnitude(path, *pairs[-1], matrices.get(MAGNITUDE), base)
-        if len(magnitudes) not in (0, count):
+            stored = matrices.get(MAGNITUDE)
+            magnitudes.append(normalised_magnitude(path, stored, *pairs[-1], self.config, base))
+        given = [one for one in magnitudes if one is not None]
+        if len(given) not in (0, count):
             raise AdapterInvalidError(f"{where}: some experts have a DoRA magnitude, and some have none")
         a, b = (np.stack([pair[i] for pair in pairs]) for i in range(2))
-        m = np.stack(magnitudes) if magnitudes else None
+        m = np.stack(given) if given else None
         if not fused:
             return [self._row(module_id, layer, a, b, scale, m)]
         each = ((names.H_TO_4H, slice(0, None, 2)), (names.GATE, slice(1, None, 2)))
@@ -137,22 +139,6 @@ class ExpertReader:
             self._row(part_id, layer, a, b[:, rows], scale, None if m is None else m[:, rows])
             for part_id, rows in each
         ]
-
-    def _magnitude(
-        self, path: str, a: np.ndarray, b: np.ndarray, stored: np.ndarray | None, base: BaseReader | None
-    ) -> list[np.ndarray]:
-        """An expert's magnitude, normalised, if it has one."""
-        if stored is None:
-            if self.config.use_dora:
-                raise AdapterInvalidError(f"{path} is missing its DoRA magnitude")
-            return []
-        if stored.size != len(b):
-            raise AdapterInvalidError(f"{path} has {len(b)} rows and a DoRA magnitude of {stored.size}")
-        if self.config.dora_normalized:
-            return [stored.reshape(-1)]
-        if base is None:
-            raise AdapterInvalidError(f"{path}: {DORA_REASON}")
-        return [stored.reshape(-1) / base.row_norms(path, a, b)]
 
     def _from_stacked(self, layer: int, wrappers: Mapping[str, Matrices]) -> list[AdapterRow]:
         pairs = {path: _both(path, matrices) for path, matrices in wrappers.items()}
@@ -285,6 +271,30 @@ def _both(where: str, matrices: Matrices) -> tuple[np.ndarray, np.ndarray]:
         if side not in matrices:
             raise AdapterInvalidError(f"{where} is missing its lora_{side} matrix")
     return matrices["A"], matrices["B"]
+
+
+def normalised_magnitude(
+    path: str,
+    stored: np.ndarray | None,
+    a: np.ndarray,
+    b: np.ndarray,
+    config: PeftConfig,
+    base: BaseReader | None,
+    transposed: bool = False,
+) -> np.ndarray | None:
+    """DoRA's magnitude [out], divided by the norms of the rows of base plus B A if it is not yet; None: the
+    module at `path` has none. Raises AdapterInvalidError."""
+    if stored is None:
+        if config.use_dora:
+            raise AdapterInvalidError(f"{path} is missing its DoRA magnitude")
+        return None
+    if stored.size != len(b):
+        raise AdapterInvalidError(f"{path} has {len(b)} rows and a DoRA magnitude of {stored.size}")
+    if config.dora_normalized:
+        return stored.reshape(-1)
+    if base is None:
+        raise AdapterInvalidError(f"{path}: {DORA_REASON}")
+    return stored.reshape(-1) / base.row_norms(path, a, b, transposed)
 
 
 def check_order_known(key: str, base: str, modules: Mapping[int, LoraModule]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from manylora.adapters.extras import HEAD
 from manylora.adapters.formats.base_weights import BaseReader
 from manylora.adapters.formats.peft import names
+from manylora.adapters.formats.peft.experts import normalised_magnitude
 from manylora.adapters.formats.peft.settings import PeftConfig
 from manylora.adapters.formats.tensor_files import BITS, NUMPY_TYPES, RawTensor, decode
 from manylora.adapters.modules import MODULE_NAMES
@@ -403,14 +404,8 @@ class Table:
         b = b * np.float32(self._config.scale(self._path, a.shape[0]))
         yield LoraExtra(f"{own}.lora_A", np.ascontiguousarray(a.T) if embed else a)
         yield LoraExtra(f"{own}.lora_B", b)
-        if magnitude is None:
-            if self._config.use_dora:
-                raise AdapterInvalidError(f"{self._path} is missing its DoRA magnitude")
-            return
-        size = math.prod(magnitude[1].shape)
-        if size != len(b):
-            raise AdapterInvalidError(f"{magnitude[0]} has {size} values, the module {len(b)} rows")
-        values = decode(*magnitude).reshape(-1)
-        if not self._config.dora_normalized:
-            values = values / self._base.row_norms(self._name.removesuffix(".weight"), a, b, transposed=embed)
-        yield LoraExtra(f"{own}.magnitude", values)
+        stored = None if magnitude is None else decode(*magnitude)
+        name = self._name.removesuffix(".weight")
+        normal = normalised_magnitude(name, stored, a, b, self._config, self._base, transposed=embed)
+        if normal is not None:
+            yield LoraExtra(f"{own}.magnitude", normal)

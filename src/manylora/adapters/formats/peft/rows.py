@@ -16,7 +16,12 @@ from blake3 import blake3
 from manylora.adapters import staging
 from manylora.adapters.formats.base_weights import BaseReader
 from manylora.adapters.formats.peft import names
-from manylora.adapters.formats.peft.experts import DORA_REASON, ExpertReader, check_expert_shapes, check_scale
+from manylora.adapters.formats.peft.experts import (
+    ExpertReader,
+    check_expert_shapes,
+    check_scale,
+    normalised_magnitude,
+)
 from manylora.adapters.formats.peft.settings import PeftConfig
 from manylora.adapters.formats.read_options import FileLayout, ReadOptions
 from manylora.adapters.formats.safe_files import OpenFile
@@ -250,11 +255,8 @@ class RowPlan:
                 transposed = self.config.fan_in_fan_out if module is None else module.transposed
                 magnitude = decode(parts.keys["magnitude"], parts.tensors["magnitude"]).reshape(-1)
                 magnitude = names.in_peft_order(path, module_id, magnitude, module)
-                if not self.config.dora_normalized:
-                    if base is None:
-                        raise AdapterInvalidError(f"{path}: {DORA_REASON}")
-                    magnitude = magnitude / base.row_norms(path, a, b, transposed)
-                columns.append(magnitude)
+                normal = normalised_magnitude(path, magnitude, a, b, self.config, base, transposed)
+                columns += [] if normal is None else [normal]
             columns = [names.in_our_order(path, module_id, column, module) for column in columns]
             if columns[0] is not b or len(columns) > 1:
                 np.concatenate([column.ravel() for column in columns], out=payload[a.size :])

@@ -3,16 +3,15 @@ projections whose halves were swapped beforehand."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from adapter_cases import WEIGHTS, edited
 from driver import Driver, agree
 from parity import make_kind
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora import LoraConfig
@@ -20,42 +19,21 @@ from manylora.adapters.convert import normalize_dora
 from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.sources import find_source, read_lora
-from manylora.adapters.formats.tensor_files import RawTensor, decode
 from manylora.adapters.modules import lora_modules
 from manylora.doors.python.options import modules_to_read
-from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 
-WEIGHTS = "adapter_model.safetensors"
 FLOAT8 = torch.float8_e4m3fn
 
 
-def rewritten(source: Path, folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
-    shutil.copytree(source, folder)
-    tensors = {key: change(key, tensor) for key, tensor in load_file(source / WEIGHTS).items()}
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    return folder
-
-
-def test_every_value_of_float8() -> None:
-    codes = torch.arange(256, dtype=torch.uint8)
-    finite = codes[codes & 127 != 127]
-    found = decode("x", RawTensor("F8_E4M3", (2, 127), finite.numpy().tobytes()))
-    assert np.array_equal(found.ravel(), finite.view(FLOAT8).float().numpy())
-    for nan in (b"\x7f", b"\xff"):
-        with pytest.raises(AdapterInvalidError, match="x holds a NaN"):
-            decode("x", RawTensor("F8_E4M3", (1,), nan))
-    with pytest.raises(AdapterInvalidError, match=r"bfloat16 or float8 \(F8_E4M3\), got F8_E5M2"):
-        decode("x", RawTensor("F8_E5M2", (1,), b"0"))
-
-
-@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "both + DoRA", "lora_bias"])
+@pytest.mark.parametrize("kind", ["DoRA", "both + DoRA", "lora_bias"])
 def test_adapters_in_float8(kind: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama", seed=3)
     made = make_kind(tmp_path / "made", model, kind, 1)
-    adapter = rewritten(made, tmp_path / "float8", lambda k, t: t.to(FLOAT8) if ".lora_" in k else t)
+    matrices = {key: value for key, value in load_file(made / WEIGHTS).items() if ".lora_" in key}
+    adapter = edited(made, tmp_path / "float8", {key: value.to(FLOAT8) for key, value in matrices.items()})
     config, base = read_model_config(model), BaseWeights(model)
     modules = lora_modules(config)
     lora = read_lora(find_source(adapter), 0, ReadOptions(modules=modules, base=base, float8=False))
@@ -72,19 +50,15 @@ def test_adapters_in_float8(kind: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(again.weights, lora.weights, rtol=1e-6)
 
 
-def up_first(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    if "gate_up_proj" not in key or "lora_A" in key:
-        return tensor
-    gate, up = tensor.chunk(2)
-    return torch.cat((up, gate))
-
-
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"lora_bias": True}])
 def test_halves_that_were_swapped_beforehand(options: dict, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "phi3", seed=3)
     modules = ("qkv_proj", "gate_up_proj", "down_proj")
     adapter = make_adapter(tmp_path / "made", model, 1, 4, modules, **options)
-    swapped = rewritten(adapter, tmp_path / "swapped", up_first)
+    found = load_file(adapter / WEIGHTS)
+    keys = [key for key in found if "gate_up_proj" in key and "lora_A" not in key]
+    halves = {key: found[key].roll(len(found[key]) // 2, 0) for key in keys}
+    swapped = edited(adapter, tmp_path / "swapped", halves)
     known, base = lora_modules(read_model_config(model)), BaseWeights(model)
     as_is = modules_to_read(known, LoraConfig(swap_gate_up_proj_lora_b_weight=False))
     one = read_lora(find_source(adapter), 0, ReadOptions(modules=known, base=base))

@@ -53,14 +53,7 @@ def test_the_layout_of_an_adapter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "pages"),
-    [
-        ([64, 64], 2),
-        ([32, 32, 64], 2),
-        ([32, 32, 64, 24], 3),
-        ([60, 1, 1, 1, 1], 2),
-        ([60, 1, 1, 1, 64, 1], 4),
-    ],
+    ("ranks", "pages"), [([64, 64], 2), ([32, 32, 64, 24], 3), ([60, 1, 1, 1, 64, 1], 4)]
 )
 def test_page_counts(ranks: list[int], pages: int) -> None:
     module = LoraModule(0, 8, 12, B)
@@ -87,10 +80,7 @@ def test_geometry_from_the_model() -> None:
     ("kv", "tp", "rank", "loras", "expected"),
     [
         (4096, 1, 8, 2, (8192, 768, 1536, 2, 768)),
-        (1024, 1, 8, 2, (5120, 1024, 3072, 3, 922)),
         (1024, 1, 16, 4, (5120, 1024, 12288, 12, 1844)),
-        (1024, 1, 64, 4, (5120, 1024, 49152, 48, 7373)),
-        (4096, 1, 64, 4, (8192, 768, 24576, 32, 6144)),
         (1024, 2, 8, 2, (4608, 1024, 3072, 3, 854)),
     ],
 )
@@ -138,8 +128,7 @@ def test_the_one_released_longest_ago_goes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "dora", "place"),
-    [(1, False, (2, 16)), (1, True, (4, 7)), (2, False, (2, 6)), (2, True, (2, 14))],
+    ("tp", "dora", "place"), [(1, False, (2, 16)), (1, True, (4, 7)), (2, False, (2, 6)), (2, True, (2, 14))]
 )
 def test_the_last_row_of_the_page_images(tp: int, dora: bool, place: tuple[int, int]) -> None:
     last = place_rows(rows(dora, tp), CacheGeometry(128, 18, 0, 0))[0][-1]

@@ -95,13 +95,8 @@ def test_alpha_pattern_matches_names_as_peft_does(tmp_path: Path, pattern: dict,
         ({"alora_invocation_tokens": [1], "use_dora": True}, "alora_invocation_tokens and use_dora"),
         ({"alora_invocation_tokens": [1], "task_type": "SEQ_CLS"}, "and task_type SEQ_CLS"),
         ({"invocation_string": "<x>"}, "set alora_invocation_tokens to its token ids"),
-        ({"init_lora_weights": "pissa_niter_4"}, "needs a changed base model"),
         ({"init_lora_weights": "olora"}, "computed from the base's weights"),
         ({"lora_alpha": None}, "lora_alpha must be a number, got None"),
-        ({"alpha_pattern": {"(a+)+": 1}}, "too involved"),
-        ({"alpha_pattern": {"(": 1}}, "is not a pattern"),
-        ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern of q_proj must be a number"),
-        ({"peft_type": "POLY"}, "sets peft_type POLY: .*served are .*LORA"),
     ],
 )
 def test_settings_that_mean_more_than_lora_are_refused(tmp_path: Path, config: dict, reason: str) -> None:
@@ -122,7 +117,6 @@ def change(**replaced: np.ndarray | None) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [
-        (change(B=None), "missing"),
         (
             change(B=None) | {f"{PREFIX}.77.self_attn.q_proj.lora_B.weight": np.ones((4, 2), np.float32)},
             "layers.0.self_attn.q_proj is missing its lora_B matrix, and .*77.self_attn.q_proj is missing",
@@ -132,8 +126,6 @@ def change(**replaced: np.ndarray | None) -> dict[str, np.ndarray]:
             "k_proj is missing its lora_A matrix",
         ),
         (change(B=np.ones((4, 3), np.float32)), "mismatches"),
-        (change(A=np.full((2, 4), np.nan, np.float32)), "NaN or an infinity"),
-        (change(A=np.ones((2, 4), np.int32)), "must be float32, float16, bfloat16 or float8"),
         (pair("q_proj") | pair("q_proj", prefix="model.layers"), "mean the same module|two models"),
         (pair("q_proj") | {"base_model.model.lm_head.lora_A.weight": np.ones((2, 4), np.float32)}, "head"),
         (pair("q_proj") | {f"{PREFIX}.0.self_attn.q_proj.bias": np.ones(4, np.float32)}, "biases"),
@@ -144,7 +136,6 @@ def change(**replaced: np.ndarray | None) -> dict[str, np.ndarray]:
         ),
         (pair("q_proj") | {"base_model.model.lm_head.weight": np.ones((4, 4), np.float32)}, "have a place"),
         (pair("gate_proj") | pair("x_proj"), "no such LoRA module"),
-        ({}, "no LoRA matrices"),
     ],
 )
 def test_tensors_that_would_be_lost_are_refused(tmp_path: Path, tensors: dict, reason: str) -> None:

@@ -137,20 +137,6 @@ def pooled(engine: Engine, *requests: Request) -> list[np.ndarray]:
     return found
 
 
-def check_plain_beams(model: Path) -> None:
-    """Three beams of the base model, with an end token, are those of transformers."""
-    from transformers import AutoModelForCausalLM
-
-    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, max_beam_width=3, tokens_per_block=8))
-    sampling = SamplingConfig(max_tokens=6, beam_width=3, end_id=300)
-    [[event]] = run(engine, Request(tuple(tokens(20)), sampling))
-    engine.close()
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    options = {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": 300, "pad_token_id": 258}
-    ids = loaded.generate(torch.tensor([tokens(20)]), max_new_tokens=6, do_sample=False, **options)
-    assert [list(beam.token_ids) for beam in event.beams] == ids[:, 20:].tolist()
-
-
 def check_beams(
     engine: Engine, request: Request, model: Path, adapter: Path, patch: pytest.MonkeyPatch
 ) -> None:

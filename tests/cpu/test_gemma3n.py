@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,88 +12,29 @@ import numpy as np
 import pytest
 import torch
 from driver import Driver, agree
-from parity import linear_names, read_from
-from running import ServedModel, answers, request_of, run, tokens, tokens_of
+from parity import read_from
+from running import tokens
 from safetensors.torch import load_file, save_file
-from tiny_models import (
-    make_adapter,
-    make_model,
-    make_tuned,
-    reference_logits,
-)
+from test_family_engines import Served
+from tiny_models import make_adapter, make_tuned, reference_logits
 
 from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.sources import find_source, read_lora
 from manylora.adapters.modules import LoraModuleId, lora_modules
 from manylora.adapters.rules import AdapterRules
 from manylora.errors import AdapterInvalidError, ConfigError
-from manylora.kernels.cuda.ops import CudaOps
-from manylora.kernels.device import Device, open_device
+from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.families.gemma import shared_kv
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COUNT = 8  # tokens of an answer
-request = partial(request_of, count=COUNT)
-
-
-class Served(ServedModel):
-    """A model, and two adapters on all of its linear layers."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(make_model(folder / "model", "gemma3n", seed=5), folder / "prefetch", COUNT)
-        linears = linear_names(read_model_config(self.model)).linears
-        for number, options in ((1, {"rank": 4}), (2, {"rank": 7, "use_dora": True})):
-            path = self.prefetch / str(number)
-            self.adapters.append(make_adapter(path, self.model, number, modules=linears, **options))
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return Served(tmp_path_factory.mktemp("gemma3n"))
-
-
-def test_greedy_tokens_of_a_mixed_batch(served: Served) -> None:
-    """Base and adapters side by side, beyond the window; some prompts in parts of 16 and 32 tokens."""
-    engine = served.engine(max_num_tokens=40)
-    wanted = [(tokens(length, length), number % 3) for number, length in enumerate((21, 60, 33, 5, 48, 1))]
-    found = answers(engine, *(request(*one) for one in wanted))
-    engine.close()
-    served.check(found, wanted)
-
-
-def test_prefixes_are_reused_and_preempted_sequences_go_on(served: Served) -> None:
-    engine, prompt = served.engine(), tokens(43, 1)
-    for adapter, reused in ((1, 0), (1, 5), (2, 0)):
-        [events] = run(engine, request(prompt, adapter))
-        assert events[-1].metrics.kv_reused_blocks == reused
-        served.check([tokens_of(events)], [(prompt, adapter)])
-    engine.close()
-    settings = {"batch_scheduler_policy": "max_utilization", "max_tokens_in_paged_kv_cache": 56}
-    engine = served.engine(**settings)
-    wanted = [(tokens(18 + seed, seed), seed % 3) for seed in range(5)]
-    found = answers(engine, *(request(*one) for one in wanted))
-    assert engine.stats().preemptions
-    engine.close()
-    served.check(found, wanted)
-
-
-@pytest.mark.extended
-def test_the_path_of_a_gpu(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels, or their interpreter."""
-
-    def record(function: Any) -> Any:
-        raise AssertionError("a step was recorded")
-
-    device = Device(torch.device("cpu"), CudaOps(), "interpreted", record)
-    monkeypatch.setattr("manylora.engine.build.open_device", lambda name: device)
-    engine = served.engine(max_batch_size=2, max_seq_len=32, enable_cuda_graph=False)
-    wanted = [(tokens(12 - number, number), number) for number in (2, 0)]
-    found = answers(engine, *(request(*one, count=2) for one in wanted))
-    engine.close()
-    assert found == [served.expected(*one)[:2] for one in wanted]
+def served(workshop: Path) -> Served:
+    return Served(workshop / "gemma3n", "gemma3n")
 
 
 def test_the_text_tower_of_a_model_that_sees_and_hears(served: Served, tmp_path: Path) -> None:

@@ -10,18 +10,16 @@ import pytest
 import torch
 from driver import Driver, agree
 from parity import read_from
-from running import answers, check_greedy, check_plain_beams, tokens
+from running import tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora.adapters.report import BaseModel, inspect_adapter
-from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.engine.engine import Engine
+from manylora.config.engine import LoraCacheConfig
 from manylora.errors import ConfigError
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.request import LoraInput, Request, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,32 +40,6 @@ def adapter(model: Path, workshop: Path) -> Path:
     parts = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]} if sparse else {}
     names = (*ATTENTION, *MLP, *(["router.proj"] if sparse else []), *(own if "shared" in model.name else []))
     return make_adapter(workshop / f"{model.name}-adapters" / "1", model, 1, 4, names, **parts)
-
-
-def test_greedy_tokens_of_an_engine(model: Path, adapter: Path) -> None:
-    """A prompt of several chunks and windows, its beginning once more, and short ones, under an adapter and
-    not; twice, the second time from the cache. With few blocks some wait and are computed again."""
-    prompts = [tokens(70), tokens(70)[:60], tokens(70), tokens(5, 3)]
-    given = [None, LoraInput(1), LoraInput(1), None]
-    cases = list(zip(prompts, given, strict=True))
-    cache = LoraCacheConfig(gpu_memory_bytes=2**22, prefetch_dir=adapter.parent)
-    few = {"max_tokens_in_paged_kv_cache": 160, "batch_scheduler_policy": "max_utilization"}
-    wanted: list[list[int]] = []
-    for options in ({}, few):
-        limits = {"max_seq_len": 96, "max_num_tokens": 40, "max_batch_size": 8, "tokens_per_block": 8}
-        engine = Engine(EngineConfig(model, device="cpu", lora=cache, **limits, **options))
-        for _ in range(2):
-            requests = (Request(tuple(ids), SamplingConfig(max_tokens=8), lora=lora) for ids, lora in cases)
-            found = answers(engine, *requests)
-            wanted = wanted or found
-            assert found == wanted
-        engine.close()
-    for answer, (ids, lora) in zip(wanted, cases, strict=True):
-        check_greedy(answer, 8, model, adapter if lora else None, ids)
-
-
-def test_beams_are_those_of_transformers(model: Path) -> None:
-    check_plain_beams(model)
 
 
 def test_adapters_of_one_batch(model: Path, adapter: Path) -> None:

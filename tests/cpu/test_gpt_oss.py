@@ -11,15 +11,13 @@ import pytest
 import torch
 from driver import agree
 from levels import PARAMS, open_library
-from running import answers, check_plain_beams, read, tokens
+from running import read, tokens
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import mixed_logits
-from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
+from tiny_models import make_adapter, make_model, read_adapter_folder, reference_logits
 
 from manylora.checkpoints.quant.layouts import mxfp4
-from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.doors.cli.build import main as build
-from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.generation.chat_template import ChatTemplate
 from manylora.kernels.device import open_device
@@ -28,7 +26,6 @@ from manylora.kernels.products import FORMS
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.request import LoraInput, Request, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,25 +87,6 @@ def as_released(model: Path, workshop: Path) -> tuple[Path, Path]:
     }
     (packed / "config.json").write_text(json.dumps(config))
     return packed, plain
-
-
-def test_greedy_tokens_of_an_engine(model: Path, adapter: Path) -> None:
-    """A prompt of several chunks, its beginning once more, and short ones, under an adapter and not."""
-    cache = LoraCacheConfig(gpu_memory_bytes=2**22, prefetch_dir=adapter.parent)
-    limits = {"max_seq_len": 96, "max_num_tokens": 40, "max_batch_size": 8, "tokens_per_block": 8}
-    engine = Engine(EngineConfig(model, device="cpu", lora=cache, **limits))
-    prompts = [tokens(70), tokens(70)[:60], tokens(5, 3)]
-    given = [None, LoraInput(1), None]
-    cases = list(zip(prompts, given, strict=True))
-    wanted = [reference_generate(model, adapter if lora else None, ids, 6) for ids, lora in cases]
-    for _ in range(2):  # the second time from the cache
-        requests = (Request(tuple(ids), SamplingConfig(max_tokens=6), lora=lora) for ids, lora in cases)
-        assert answers(engine, *requests) == wanted
-    engine.close()
-
-
-def test_beams_are_those_of_transformers(model: Path) -> None:
-    check_plain_beams(model)
 
 
 @pytest.mark.parametrize("level", PARAMS)

@@ -12,20 +12,17 @@ import numpy as np
 import pytest
 import torch
 from driver import Driver, agree
-from running import check_beams, check_greedy, read, run, tokens
+from running import read, tokens
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import mixed_logits
 from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora.adapters.modules import MODULE_NAMES, lora_modules
-from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.engine.engine import Engine
 from manylora.errors import ConfigError
-from manylora.kernels.cuda.ops import CudaOps
-from manylora.kernels.device import Device, open_device
+from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
-from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.request import LoraInput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,39 +55,6 @@ def test_kinds_of_adapters_in_one_batch(family: str, workshop: Path) -> None:
     for kind, adapter, one, logits in zip(["base", *KINDS], [None, *adapters], ids, found, strict=True):
         assert agree(logits, reference_logits(model, adapter, one)), kind
         assert adapter is None or not agree(logits, reference_logits(model, None, one)), kind
-
-
-@pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v2-lite", "glm4-moe"])
-def test_greedy_tokens_of_the_engine(family: str, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks, adapters mixed, with reuse of prefixes, alone, and as beams."""
-    folder = workshop / f"engine-{family}"
-    model = make_model(folder / "model", family, seed=5)
-    modules = ("q_proj", "k_proj", "v_proj", *LATENT)
-    adapters = [make_adapter(folder / f"{i}", model, i, rank=4 + i, modules=modules) for i in (1, 2)]
-    config = EngineConfig(
-        model, device="cpu", max_seq_len=96, max_num_tokens=40, max_batch_size=8, tokens_per_block=8,
-        max_beam_width=3, lora=LoraCacheConfig(gpu_memory_bytes=2**23),
-    )  # fmt: skip
-    engine = Engine(config)
-    given = [None, *(read(adapter, model, i) for i, adapter in enumerate(adapters, 1))]
-    prompts = [tokens(50, i) for i in range(3)]
-
-    def ask(i: int, **params: Any) -> Request:
-        return Request(tuple(prompts[i]), SamplingConfig(max_tokens=8, **params), lora=given[i])
-
-    def answer(*requests: Request) -> list[list[int]]:
-        return [[t for event in events for t in event.token_ids] for events in run(engine, *requests)]
-
-    wanted = answer(*map(ask, range(3)))
-    for found, adapter, prompt in zip(wanted, [None, *adapters], prompts, strict=True):
-        check_greedy(found, 8, model, adapter, prompt)
-    assert len({tuple(one) for one in wanted}) == 3
-    before = engine.stats().kv_blocks_reused if hasattr(engine.stats(), "kv_blocks_reused") else None
-    assert answer(*map(ask, range(3))) == wanted  # their blocks are known now
-    assert [answer(ask(i))[0] for i in range(3)] == wanted
-    assert before is None or engine.stats().kv_blocks_reused > before
-    check_beams(engine, ask(1), model, adapters[0], monkeypatch)
-    engine.close()
 
 
 NAMES = {
@@ -196,26 +160,3 @@ def test_a_config_that_cannot_be_served_is_named(
     (model / "config.json").write_text(json.dumps({**raw, **settings}))
     with pytest.raises(ConfigError, match=reason):
         read_model_config(model)
-
-
-def test_the_path_of_a_gpu(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels, or their interpreter; nothing is recorded."""
-
-    def record(function: Any) -> Any:
-        raise AssertionError("a step was recorded")
-
-    device = Device(torch.device("cpu"), CudaOps(), "interpreted", record)
-    monkeypatch.setattr("manylora.engine.build.open_device", lambda name: device)
-    folder = workshop / "gpu"
-    model = make_model(folder / "model", "deepseek-v3", seed=2)
-    modules = ("q_proj", "q_a_proj", "kv_b_proj", "o_proj")
-    adapter = make_adapter(folder / "a", model, 1, rank=3, modules=modules)
-    cache = LoraCacheConfig(gpu_memory_bytes=2**23)
-    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=32, max_batch_size=2, lora=cache))
-    params = SamplingConfig(max_tokens=3)
-    given = (None, read(adapter, model, 1))
-    requests = [Request(tuple(tokens(18, i)), params, lora=lora) for i, lora in enumerate(given)]
-    found = [[t for event in events for t in event.token_ids] for events in run(engine, *requests)]
-    engine.close()
-    check_greedy(found[0], 3, model, None, tokens(18, 0))
-    check_greedy(found[1], 3, model, adapter, tokens(18, 1))

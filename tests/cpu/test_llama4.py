@@ -9,52 +9,15 @@ from typing import Any
 
 import pytest
 from driver import agree
-from running import check_beams, check_greedy, read, run, tokens
+from running import read, tokens
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import mixed_logits
 from tiny_models import make_adapter, make_model, reference_logits
 
-from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.engine.engine import Engine
 from manylora.errors import ConfigError
 from manylora.model.checkpoint import read_model_config
-from manylora.request import Request, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.mark.parametrize("family", ["llama4", "llama4-interleaved"])
-def test_greedy_tokens_of_the_engine(family: str, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of several chunks, computed in parts, adapters mixed; again with their blocks known; alone."""
-    folder = workshop / family
-    model = make_model(folder / "model", family, seed=5)
-    options = {
-        "modules": ("q_proj", "k_proj", "v_proj", "o_proj", "shared_expert.up_proj"),
-        "target_parameters": ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"],
-    }
-    adapters = [make_adapter(folder / f"{i}", model, i, rank=3 + i, **options) for i in (1, 2)]
-    config = EngineConfig(
-        model, device="cpu", max_seq_len=96, max_num_tokens=40, max_batch_size=8, tokens_per_block=12,
-        max_beam_width=3, lora=LoraCacheConfig(gpu_memory_bytes=2**24),
-    )  # fmt: skip
-    engine = Engine(config)
-    given = [None, *(read(adapter, model, i) for i, adapter in enumerate(adapters, 1))]
-    prompts = [tokens(45, i) for i in range(3)]
-    requests = [
-        Request(tuple(prompt), SamplingConfig(max_tokens=8), lora=lora)
-        for prompt, lora in zip(prompts, given, strict=True)
-    ]
-
-    def answer(*asked: Request) -> list[list[int]]:
-        return [[t for event in events for t in event.token_ids] for events in run(engine, *asked)]
-
-    wanted = answer(*requests)
-    for found, adapter, prompt in zip(wanted, [None, *adapters], prompts, strict=True):
-        check_greedy(found, 8, model, adapter, prompt)
-    assert answer(*requests) == wanted
-    assert [answer(request)[0] for request in requests] == wanted
-    check_beams(engine, requests[1], model, adapters[0], monkeypatch)
-    engine.close()
 
 
 def test_experts_of_either_orientation(workshop: Path) -> None:

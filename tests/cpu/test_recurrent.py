@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from parity import linear_names
-from running import ServedModel, answers, read, request_of, run, tokens, tokens_of
+from running import answers, read, request_of, run, tokens, tokens_of
 from safetensors.torch import load_file, save_file
+from test_family_engines import Served
 from tiny_models import make_adapter, make_model, reference_generate
 
 from manylora.adapters.modules import lora_modules
@@ -26,71 +27,13 @@ from manylora.errors import AdapterInvalidError, ConfigError, RequestError
 from manylora.model.checkpoint import read_model_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-FAMILIES = (
-    "qwen3-next-dense",
-    "qwen3.5",
-    "qwen3-next",
-    "qwen3.5-moe",
-    "lfm2",
-    "granite4",
-    "granite4-moe",
-    "nemotron-h",
-    "nemotron-h-moe",
-    "nemotron-h-moe-latent",
-    "falcon-h1",
-)
 COUNT = 10  # tokens of an answer
 request = partial(request_of, count=COUNT)
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-
-
-class Served(ServedModel):
-    """A model, and two adapters on all of its linear layers, made once."""
-
-    def __init__(self, folder: Path, family: str) -> None:
-        super().__init__(folder / "model", folder / "prefetch", COUNT)
-        adapters = self.prefetch / "1", self.prefetch / "2"
-        if not folder.exists():
-            make_model(self.model, family, seed=5)
-            config = read_model_config(self.model)
-            linears = linear_names(config).linears
-            experts: dict[str, Any] = {}
-            if config.moe is not None:
-                plain = ("gate_proj", "up_proj", "down_proj")
-                shared = (*(f"shared_expert.{name}" for name in plain), "shared_expert_gate")
-                names, block = EXPERTS, "mlp"
-                if family.startswith("granite"):
-                    shared, block = (
-                        ("shared_mlp.input_linear", "shared_mlp.output_linear"),
-                        "block_sparse_moe",
-                    )
-                elif family.startswith("nemotron"):
-                    shared, block = ("shared_experts.up_proj", "shared_experts.down_proj"), "mixer"
-                    names = ["experts.up_proj", "experts.down_proj"]
-                    if config.moe.latent_size:
-                        shared += ("fc1_latent_proj", "fc2_latent_proj")
-                linears = (*(name for name in linears if name not in plain), *shared)
-                experts = {"target_parameters": [f"{block}.{name}" for name in names]}
-            make_adapter(adapters[0], self.model, 1, rank=4, modules=linears, **experts)
-            make_adapter(adapters[1], self.model, 2, rank=7, modules=linears, use_dora=config.moe is None)
-        self.adapters += adapters
 
 
 @pytest.fixture
 def served(workshop: Path) -> Any:
-    return lambda family: Served(workshop / family, family)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_of_a_mixed_batch(family: str, served: Any) -> None:
-    """Base and adapters side by side, prompts of unequal lengths, some cut into parts of 16 and 32 tokens."""
-    model = served(family)
-    engine = model.engine(max_num_tokens=40)
-    wanted = [(tokens(length, length), number % 3) for number, length in enumerate((21, 60, 33, 5, 48, 1))]
-    found = answers(engine, *(request(*one) for one in wanted))
-    engine.close()
-    model.check(found, wanted)
+    return lambda family: Served(workshop / family, family, COUNT)
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "granite4", "falcon-h1"])
@@ -126,38 +69,6 @@ def test_prefixes_are_reused_up_to_a_snapshot(family: str, served: Any) -> None:
     assert not events[-1].metrics.kv_reused_blocks
     model.check([tokens_of(events)], [(prompt, 2)])
     engine.close()
-
-
-@pytest.mark.parametrize("family", ["qwen3.5", "granite4"])
-def test_preempted_sequences_go_on_as_before(family: str, served: Any) -> None:
-    model = served(family)
-    settings = {"batch_scheduler_policy": "max_utilization", "max_tokens_in_paged_kv_cache": 96}
-    engine = model.engine(**settings)
-    wanted = [(tokens(26, seed), seed % 3) for seed in range(5)]
-    found = answers(engine, *(request(*one) for one in wanted))
-    assert engine.stats().preemptions
-    engine.close()
-    model.check(found, wanted)
-
-
-@pytest.mark.parametrize("family", ["qwen3.5", "granite4"])
-def test_beams_have_states_of_their_own(family: str, served: Any) -> None:
-    """The same beams as without a cache: transformers computes each of them from its first token."""
-    from tiny_models import load_transformers
-
-    model, prompt = served(family), tokens(19, 3)
-    engine = model.engine(max_beam_width=3)
-    params = {"beam_width": 3, "num_return_sequences": 3, "return_log_probs": True}
-    [events], [alone] = run(engine, request(prompt, **params)), run(engine, request(prompt))
-    engine.close()
-    reference = load_transformers(model.model)
-    theirs = reference.generate(
-        torch.tensor([prompt]), max_new_tokens=COUNT, num_beams=3, num_return_sequences=3, do_sample=False,
-        eos_token_id=None, use_cache=False,
-    )  # fmt: skip
-    beams = [list(beam.token_ids) for beam in events[-1].beams]
-    assert beams == [one[len(prompt) :].tolist() for one in theirs]
-    model.check([tokens_of(alone)], [(prompt, 0)])
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -19,7 +19,8 @@ GROUP = 16
 LINEAR = (".q_proj.weight", ".k_proj.weight", ".v_proj.weight", ".o_proj.weight", ".up_proj.weight",
           ".gate_proj.weight", ".down_proj.weight", ".qkv_proj.weight", ".gate_up_proj.weight",
           ".query_key_value.weight", ".dense.weight", ".dense_h_to_4h.weight", ".dense_4h_to_h.weight",
-          ".w1.weight", ".w2.weight", ".w3.weight")  # fmt: skip
+          ".w1.weight", ".w2.weight", ".w3.weight", "_a_proj.weight", "_b_proj.weight",
+          "_with_mqa.weight")  # fmt: skip
 Tensors = dict[str, torch.Tensor]
 Packer = Callable[[np.random.Generator, int, int], tuple[Tensors, np.ndarray]]
 
@@ -152,6 +153,7 @@ class Kind:
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+BLOCKS = {**FP8, "weight_block_size": [32, 32]}
 KINDS = {
     "awq": Kind(AWQ, awq, "W4A16_AWQ"),
     "awq fused": Kind(AWQ, awq, "W4A16_AWQ", "phi3"),
@@ -177,15 +179,12 @@ KINDS = {
     "fp8 by tensor": Kind(FP8, float8("tensor"), "FP8"),
     "fp8 by row": Kind(compressed("float-quantized", "float", 8), float8("row"), "FP8"),
     "fbgemm": Kind({"quant_method": "fbgemm_fp8"}, float8("row"), "FP8_PER_CHANNEL_PER_TOKEN"),
-    "fp8 by block": Kind({**FP8, "weight_block_size": [32, 32]}, float8("block"), "FP8_BLOCK_SCALES"),
-    "fp8 by block, fused": Kind(
-        {**FP8, "weight_block_size": [32, 32]}, float8("block"), "FP8_BLOCK_SCALES", "phi3"
-    ),
+    "fp8 by block": Kind(BLOCKS, float8("block"), "FP8_BLOCK_SCALES"),
+    "fp8 by block, fused": Kind(BLOCKS, float8("block"), "FP8_BLOCK_SCALES", "phi3"),
+    "fp8 by block, latents": Kind(BLOCKS, float8("block"), "FP8_BLOCK_SCALES", "deepseek-v3"),
     "awq experts": Kind(AWQ, awq, "W4A16_AWQ", "mixtral"),
     "gptq experts": Kind(GPTQ, gptq(4, desc_act=True), "W4A16_GPTQ", "qwen2-moe"),
-    "fp8 experts": Kind(
-        {**FP8, "weight_block_size": [32, 32]}, float8("block"), "FP8_BLOCK_SCALES", "qwen3-moe"
-    ),
+    "fp8 experts": Kind(BLOCKS, float8("block"), "FP8_BLOCK_SCALES", "qwen3-moe"),
 }  # fmt: skip
 
 

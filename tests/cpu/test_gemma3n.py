@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +21,9 @@ from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.sources import find_source, read_lora
 from manylora.adapters.modules import LoraModuleId, lora_modules
 from manylora.adapters.rules import AdapterRules
-from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
-from manylora.model.families.gemma import shared_kv
 from manylora.model.weights import load_decoder
 from manylora.request import LoraInput
 
@@ -105,28 +103,3 @@ def test_what_adapters_may_not_have(served: Served, tmp_path: Path) -> None:
     )
     with pytest.raises(AdapterInvalidError, match="not supported on models with per-layer embeddings"):
         read_lora(find_source(prompt), 0, ReadOptions(modules))
-
-
-def test_layers_share_with_the_last_of_their_kind() -> None:
-    assert shared_kv((9, None, 9, None, 9), 0) == ()
-    assert shared_kv((9, 9, None, 9, None, 9), 3) == (0, 1, 2, 1, 2, 1)
-    for kinds, shared in (((9, 9), 2), ((9, 9), -1), ((9, 9, None), 1)):
-        with pytest.raises(ConfigError, match="num_kv_shared_layers"):
-            shared_kv(kinds, shared)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"intermediate_size": [96, 96, 80, 96, 96, 96]}, "intermediate_size must be the same"),
-        ({"activation_sparsity_pattern": [0.5]}, "activation_sparsity_pattern must be 6 numbers"),
-        ({"altup_num_inputs": 9}, "altup_num_inputs must be from 2 to"),
-    ],
-)
-def test_settings_that_cannot_be(
-    served: Served, tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
-    raw = json.loads((served.model / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, **settings}))
-    with pytest.raises(ConfigError, match=message):
-        read_model_config(tmp_path)

@@ -18,7 +18,6 @@ from test_parity_adapters import mixed_logits
 from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora.adapters.modules import MODULE_NAMES, lora_modules
-from manylora.errors import ConfigError
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
@@ -115,48 +114,3 @@ def test_layers_that_predict_further_tokens_are_left_out(workshop: Path) -> None
     weights["model.layers.2.eh_proj.weight"] = torch.ones(64, 128)
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     assert agree(logits_of(model, [tokens(20)], [None])[0], expected)
-
-
-def test_a_checkpoint_of_8_bit_blocks(workshop: Path) -> None:
-    """As DeepSeek V3 is released: each block of a linear layer has a scale; kv_b_proj is widened."""
-    model = make_model(workshop / "fp8", "deepseek-v3", seed=6)
-    stored, wide = load_file(model / "model.safetensors"), {}
-    made = dict(stored)
-    for name, weight in stored.items():
-        wide[name] = weight
-        if "_proj" not in name or weight.ndim != 2:
-            continue
-        rows, columns = (-(-size // 16) for size in weight.shape)
-        scales = torch.rand(rows, columns) * 0.01 + 0.002
-        spread = scales.repeat_interleave(16, 0)[: len(weight)].repeat_interleave(16, 1)[:, : weight.shape[1]]
-        narrow = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-        made[name], made[f"{name}_scale_inv"] = narrow, scales
-        wide[name] = narrow.float() * spread
-    shutil.copytree(model, workshop / "fp8-wide")
-    save_file(wide, workshop / "fp8-wide" / "model.safetensors", {"format": "pt"})
-    save_file(made, model / "model.safetensors", {"format": "pt"})
-    raw = json.loads((model / "config.json").read_text())
-    raw["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
-    (model / "config.json").write_text(json.dumps(raw))
-    [found] = logits_of(model, [tokens(30)], [None])
-    assert agree(found, reference_logits(workshop / "fp8-wide", None, tokens(30)))
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "reason"),
-    [
-        ("deepseek-v3", {"topk_group": 5}, "n_group 4 and topk_group 5 do not divide 8 experts"),
-        ("deepseek-v3", {"num_experts_per_tok": 5}, "5 is more than the experts of 2 groups"),
-        ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
-        ("deepseek-v2-lite", {"attention_bias": True}, "attention_bias without q_lora_rank is not supported"),
-        ("glm4-moe-lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for"),
-    ],
-)  # fmt: skip
-def test_a_config_that_cannot_be_served_is_named(
-    family: str, settings: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    model = make_model(tmp_path, family)
-    raw = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**raw, **settings}))
-    with pytest.raises(ConfigError, match=reason):
-        read_model_config(model)

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from driver import agree
@@ -13,9 +11,6 @@ from running import read, tokens
 from safetensors.torch import load_file, save_file
 from test_parity_adapters import mixed_logits
 from tiny_models import make_adapter, make_model, reference_logits
-
-from manylora.errors import ConfigError
-from manylora.model.checkpoint import read_model_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,25 +31,3 @@ def test_experts_of_either_orientation(workshop: Path) -> None:
     save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
     [then] = mixed_logits(model, [read(adapter, model)])
     assert agree(then, expected)
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"no_rope_layers": [1]}, "no_rope_layers and layer_types have 1 and 2 entries"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types other than chunked where"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
-            "rope scaling 'yarn' is not supported here",
-        ),
-    ],
-)
-def test_a_config_that_cannot_be_served_is_named(
-    settings: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    model = make_model(tmp_path, "llama4")
-    raw = json.loads((model / "config.json").read_text())
-    raw = {key: value for key, value in raw.items() if key != "rope_scaling"}
-    (model / "config.json").write_text(json.dumps({**raw, **settings}))
-    with pytest.raises(ConfigError, match=reason):
-        read_model_config(model)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, agree
-from quantised_checkpoints import AWQ, FP8, GPTQ, KINDS, Kind, compressed, make_pair
+from quantised_checkpoints import KINDS, Kind, make_pair
 from running import check_greedy, tokens
 from safetensors.torch import load_file, save_file
-from tiny_models import make_adapter, make_model, reference_logits
+from tiny_models import make_adapter, reference_logits
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.cli import main
@@ -97,27 +97,6 @@ def change(model: Path, **settings: Any) -> None:
     path.write_text(
         json.dumps({**json.loads(path.read_text(encoding="utf-8")), **settings}), encoding="utf-8"
     )
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported are awq"),
-        ({**AWQ, "version": "gemv"}, "version 'gemv' is not supported; supported: gemm, exllama"),
-        ({**GPTQ, "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
-        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
-        (compressed("nvfp4-pack-quantized", "float", 4), "format 'nvfp4-pack-quantized' is not supported"),
-        (compressed("pack-quantized", "int", 3), "num_bits of weights 3 is not supported"),
-        ({**FP8, "weight_block_size": [128]}, r"weight_block_size must be two sizes, as \[128, 128\]"),
-        ({**FP8, "fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
-        ("awq", "quantization_config: 'str' object"),
-    ],
-)
-def test_what_cannot_be_read_is_named(settings: Any, text: str, tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "llama")
-    change(model, quantization_config=settings)
-    with pytest.raises(ConfigError, match=text):
-        read_model_config(model)
 
 
 @pytest.mark.parametrize(

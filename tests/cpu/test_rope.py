@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tiny_models import load_transformers, make_model, reference_logits
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
-from manylora.errors import ConfigError, RequestError
+from manylora.errors import RequestError
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.rope import LEAST_KEPT, MOST_KEPT, RotaryTable, make_rope
@@ -152,29 +151,3 @@ def test_how_long_a_sequence_may_be(tmp_path: Path) -> None:
         engine = Engine(EngineConfig(model, device="cpu", max_batch_size=2))
         assert engine.max_seq_len == longest
         engine.close()
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        (
-            {"rope_scaling": {"rope_type": "su3"}},
-            "rope scaling 'su3' is not supported; supported are default",
-        ),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope scaling 'linear' lacks 'factor'"),
-        (
-            {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-            "partial_rotary_factor 0.5 with rope scaling 'linear' is not supported",
-        ),
-        (
-            {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
-            "full_attention alone is not supported",
-        ),
-    ],
-)
-def test_a_rotation_that_is_not_served_is_named(settings: dict, reason: str, tmp_path: Path) -> None:
-    model = make_model(tmp_path, "llama")
-    raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    (model / "config.json").write_text(json.dumps({**raw, **settings}), encoding="utf-8")
-    with pytest.raises(ConfigError, match=reason):
-        load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))

@@ -38,7 +38,7 @@ from manylora.model.layers import (
     Rotation,
     side_by_side,
 )
-from manylora.model.recurrent import LayerState, passing_states
+from manylora.model.recurrent import passing_states
 from manylora.model.rope import RotaryTable, make_rope
 
 MAX_DISTANCE = 128  # tokens; larger distances share a bucket of an encoder's relative bias
@@ -268,8 +268,8 @@ class Decoder(DecoderLayers):
                 )
             if recurrent is not None:
                 assert states is not None and rows is not None
-                state = LayerState(states.layer(self._state_places[layer]), rows)
-                own_mix = partial(recurrent, cache=state, lora=lora)
+                state = states.layer(self._state_places[layer])
+                own_mix = partial(recurrent, lora=lora, state=state, batch=rows)
                 mix = own_mix if mix is None else side_by_side(self.config.beside, mix, own_mix)
             vectors = None if inputs is None else inputs[layer]
             x, delta = block(x, delta, mix, lora, vectors, wanted if block is self._blocks[-1] else None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from manylora.config.blocks import (
     Mamba2Config,
 )
 from manylora.config.model import ModelConfig, MoeConfig
-from manylora.kernels.recurrent import DeltaWeights
+from manylora.kernels.recurrent import DeltaWeights, Mamba2Weights
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget
 from manylora.model.altup import AltUp, AltUpBlock, Laurel
@@ -36,7 +38,7 @@ from manylora.model.layers import (
     Rotation,
 )
 from manylora.model.moe import Experts, ExpertsBesideMlp, Moe, Router, SharedExpert, WideRouter
-from manylora.model.recurrent import DeltaRule, Mamba2, ShortConv, mamba2_factors, mamba2_weights
+from manylora.model.recurrent import RecurrentLayer, mamba2_factors, mamba2_weights
 from manylora.model.transformer import Transformer, gate_up
 
 
@@ -82,7 +84,7 @@ class DecoderLayers(Transformer):
             attention = self._attention(layer) if latent is None else self._latent_attention(layer, latent)
         add_input, inputs = None, self.config.layer_inputs
         if inputs is not None:
-            norm = self._norm(f"{layer}.input_norm", f"layers.{layer}.post_per_layer_input_norm")
+            norm = self._inner_norm(layer, "input_norm", "post_per_layer_input_norm")
             assert norm is not None
             gate = self._one(layer, "input_gate", LoraModuleId.PER_LAYER_INPUT_GATE, inputs.dim)
             project = self._one(layer, "input_project", LoraModuleId.PER_LAYER_PROJECTION)
@@ -94,10 +96,6 @@ class DecoderLayers(Transformer):
         if layer not in self.config.mlpless_layers:
             mlp = self._feed_forward(layer) if beside is None else self._mlp(layer)
         return Block(self.config, attention, mlp, **norms, beside=beside, add_input=add_input, scalar=scalar)
-
-    def _one(self, layer: int, name: str, module_id: int, width: int | None = None) -> LoraLinear:
-        """A layer of one module. width: of its output; None: hidden."""
-        return self._linear(layer, name, LoraTarget(module_id, 0, width or self.config.hidden_size))
 
     def _make_layer_inputs(self, own: LayerInputsConfig | None) -> LayerInputs | None:
         if own is None:
@@ -121,9 +119,9 @@ class DecoderLayers(Transformer):
         norms: dict[str, Norm | None],
         add_input: LayerInput | None,
     ) -> AltUpBlock:
-        count, where = own.streams, f"layers.{layer}."
-        router_norm = self._norm(f"{layer}.altup_norm", f"{where}altup.router_norm")
-        laurel_norm = self._norm(f"{layer}.laurel_norm", f"{where}laurel.post_laurel_norm")
+        count = own.streams
+        router_norm = self._inner_norm(layer, "altup_norm", "altup.router_norm")
+        laurel_norm = self._inner_norm(layer, "laurel_norm", "laurel.post_laurel_norm")
         assert attention is not None and add_input is not None and router_norm and laurel_norm
         present = {name: norm for name, norm in norms.items() if norm is not None}
         module = LoraModuleId
@@ -147,7 +145,12 @@ class DecoderLayers(Transformer):
         )
 
     def _layer_norm(self, layer: int, name: str) -> Norm | None:
-        return self._norm(f"{layer}.{name}", f"layers.{layer}.{self._names.block_norms.get(name)}")
+        return self._inner_norm(layer, name, self._names.block_norms.get(name))
+
+    def _norms_of_queries_and_keys(self, layer: int) -> tuple[Norm | None, Norm | None]:
+        names = self._names
+        q = self._inner_norm(layer, "q_norm", names.q_norm)
+        return q, self._inner_norm(layer, "k_norm", names.k_norm)
 
     def _attention(self, layer: int) -> Attends:
         config = self.config.of_layer(layer)
@@ -155,27 +158,26 @@ class DecoderLayers(Transformer):
         still = config.learned_positions or layer in config.unrotated_layers
         # With two rotary bases, the second is for layers with a sliding window.
         rotary = -1 if still else int(window is not None and config.rope_local_theta is not None)
-        named = (("q_norm", self._names.q_norm), ("k_norm", self._names.k_norm))
-        norms = [self._norm(f"{layer}.{ours}", f"layers.{layer}.{theirs}") for ours, theirs in named]
+        q_norm, k_norm = self._norms_of_queries_and_keys(layer)
         ones = torch.ones(config.head_dim, dtype=self.dtype, device=self._device)
         plain = Norm(self._ops, ones, None, config.norm_eps)
         if config.qk_norm == "plain" and not still:
-            norms = [plain] * 2
+            q_norm = k_norm = plain
         scale = self._attention_scale / (layer + 1 if config.scaled_by_layer else 1)
         sinks = self._weights.get(f"{layer}.sinks")
         sinks = None if sinks is None else sinks.float()
         params = AttentionParams(scale, window, config.attention_softcap, sinks)
-        out = self._attention_out(layer)
+        out = self._one(layer, "out", LoraModuleId.ATTN_DENSE)
         if layer in config.kv_readers:
             q = self._one(layer, "q", LoraModuleId.ATTN_Q, config.q_size)
-            return SharedKvAttention(config, self._ops, q, out, norms[0], params, rotary)
+            return SharedKvAttention(config, self._ops, q, out, q_norm, params, rotary)
         return Attention(
             config,
             self._ops,
             qkv=self._qkv(layer),
             out=out,
-            q_norm=norms[0],
-            k_norm=norms[1],
+            q_norm=q_norm,
+            k_norm=k_norm,
             params=params,
             rotary=rotary,
             v_norm=plain if config.v_norm else None,
@@ -186,10 +188,7 @@ class DecoderLayers(Transformer):
         q = LoraTarget(LoraModuleId.ATTN_Q_A if latent.q_rank else LoraModuleId.ATTN_Q, 0, first)
         kv = LoraTarget(LoraModuleId.ATTN_KV_A, first, latent.cached_dim)
         weight = self._weights[f"{layer}.kv_b.weight"].view(heads, -1, latent.kv_rank)
-        named = (("q_norm", self._names.q_norm), ("k_norm", self._names.k_norm))
-        q_norm, kv_norm = (
-            self._norm(f"{layer}.{ours}", f"layers.{layer}.{theirs}") for ours, theirs in named
-        )
+        q_norm, kv_norm = self._norms_of_queries_and_keys(layer)
         assert kv_norm is not None
         queries = LoraModuleId.ATTN_Q_B, heads * latent.query_dim
         return LatentAttention(
@@ -201,7 +200,7 @@ class DecoderLayers(Transformer):
             q_norm=None if q_norm is None else replace(q_norm, eps=latent.norm_eps),
             kv_norm=replace(kv_norm, eps=latent.norm_eps),
             expansion=Expansion(layer, weight, latent.plain_dim),
-            out=self._attention_out(layer),
+            out=self._one(layer, "out", LoraModuleId.ATTN_DENSE),
             params=AttentionParams(self._attention_scale),
             pairs=self.config.rope_interleaved,
         )
@@ -212,55 +211,48 @@ class DecoderLayers(Transformer):
             return self._linear(layer, "router", target)
         return WideRouter(self._ops, layer, self._weights[f"{layer}.router.weight"], (target,))
 
-    def _recurrent_layer(self, layer: int) -> DeltaRule | ShortConv | Mamba2:
-        own = self.config.recurrent
-        if isinstance(own, Mamba2Config):
-            return self._mamba2(layer, own)
-        if isinstance(own, ConvConfig):
-            inward = self._one(layer, "in", LoraModuleId.MAMBA_IN_PROJ, 3 * own.channels)
-            out = self._one(layer, "out", LoraModuleId.MAMBA_OUT_PROJ)
-            return ShortConv(self._ops, inward, out, self._weights[f"{layer}.taps"].T.contiguous())
+    def _recurrent_layer(self, layer: int) -> RecurrentLayer:
+        own, module, ops, prefix = self.config.recurrent, LoraModuleId, self._ops, f"{layer}."
+        mine = {name.removeprefix(prefix): w for name, w in self._weights.items() if name.startswith(prefix)}
+        if isinstance(own, ConvConfig | Mamba2Config):
+            width = 3 * own.channels if isinstance(own, ConvConfig) else own.in_size
+            project = self._one(layer, "in", module.MAMBA_IN_PROJ, width)
+            name = "out" if self.config.beside is None else "recurrent_out"
+            out = self._one(layer, name, module.MAMBA_OUT_PROJ)
+            if isinstance(own, ConvConfig):
+                return RecurrentLayer(project, out, partial(ops.short_conv, taps=mine["taps"].T.contiguous()))
+            mix = self._mamba2(mamba2_weights(own, mine, self.config.norm_eps))
+            return RecurrentLayer(project, out, mix, factors=mamba2_factors(own, self._device, self.dtype))
         assert isinstance(own, DeltaConfig)
-        weights = self._weights
-        wide, heads, qkv = own.channels + own.value_size, own.value_heads, own.channels
-        project = (
-            LoraTarget(LoraModuleId.LINEAR_ATTN_QKVZ, 0, wide),
-            LoraTarget(LoraModuleId.LINEAR_ATTN_QKV, 0, qkv),
-            LoraTarget(LoraModuleId.LINEAR_ATTN_Z, qkv, own.value_size),
+        heads, qkv = own.value_heads, own.channels
+        qkvz = (
+            LoraTarget(module.LINEAR_ATTN_QKVZ, 0, qkv + own.value_size),
+            LoraTarget(module.LINEAR_ATTN_QKV, 0, qkv),
+            LoraTarget(module.LINEAR_ATTN_Z, qkv, own.value_size),
         )
-        gates = (
-            LoraTarget(LoraModuleId.LINEAR_ATTN_BA, 0, 2 * heads),
-            LoraTarget(LoraModuleId.LINEAR_ATTN_B, 0, heads),
-            LoraTarget(LoraModuleId.LINEAR_ATTN_A, heads, heads),
+        ba = (
+            LoraTarget(module.LINEAR_ATTN_BA, 0, 2 * heads),
+            LoraTarget(module.LINEAR_ATTN_B, 0, heads),
+            LoraTarget(module.LINEAR_ATTN_A, heads, heads),
         )
-        vectors = DeltaWeights(
-            taps=weights[f"{layer}.taps"].T.contiguous(),
-            decay=-weights[f"{layer}.decay"].exp(),
-            shift=weights[f"{layer}.shift"],
-            norm=weights[f"{layer}.norm.weight"],
+        weights = DeltaWeights(
+            taps=mine["taps"].T.contiguous(),
+            decay=-mine["decay"].exp(),
+            shift=mine["shift"],
+            norm=mine["norm.weight"],
             eps=self.config.norm_eps,
             key_heads=own.key_heads,
             key_dim=own.key_dim,
         )
-        return DeltaRule(
-            self._ops,
-            project=self._linear(layer, "in", *project),
-            gates=self._linear(layer, "gates", *gates),
-            out=self._one(layer, "out", LoraModuleId.LINEAR_ATTN_OUT),
-            weights=vectors,
+        return RecurrentLayer(
+            self._linear(layer, "in", *qkvz),
+            self._one(layer, "out", module.LINEAR_ATTN_OUT),
+            partial(ops.delta_rule, weights=weights),
+            gates=self._linear(layer, "gates", *ba),
         )
 
-    def _mamba2(self, layer: int, own: Mamba2Config) -> Mamba2:
-        out = "out" if self.config.beside is None else "recurrent_out"
-        prefix = f"{layer}."
-        mine = {name.removeprefix(prefix): w for name, w in self._weights.items() if name.startswith(prefix)}
-        return Mamba2(
-            self._ops,
-            self._one(layer, "in", LoraModuleId.MAMBA_IN_PROJ, own.in_size),
-            self._one(layer, out, LoraModuleId.MAMBA_OUT_PROJ),
-            mamba2_weights(own, mine, self.config.norm_eps),
-            mamba2_factors(own, self._device, self.dtype),
-        )
+    def _mamba2(self, weights: Mamba2Weights) -> Callable[..., Tensor]:
+        return partial(self._ops.mamba2, weights=weights)
 
     def _feed_forward(self, layer: int) -> FeedForward:
         moe = self.config.moe
@@ -271,8 +263,7 @@ class DecoderLayers(Transformer):
         if moe is None or not moe.beside_mlp or layer not in moe.layers:
             return None
         names = ("mlp_own_post_norm", "experts_norm", "experts_post_norm")
-        theirs = self._names.block_norms
-        norms = [self._norm(f"{layer}.{name}", f"layers.{layer}.{theirs[name]}") for name in names]
+        norms = [self._layer_norm(layer, name) for name in names]
         norms.append(self._norm(f"{layer}.router.norm", ""))
         return ExpertsBesideMlp(self._moe(layer, moe), *(norm for norm in norms if norm is not None))
 

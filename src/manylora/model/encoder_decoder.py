@@ -241,23 +241,23 @@ class EncoderDecoder(Transformer):
     def _layer(self, number: int, crosses: bool) -> Layer:
         names = self._names[crosses].block_norms
         attention_norm, cross_norm, mlp_norm = (
-            self._norm(f"{number}.{part}", f"layers.{number}.{names.get(part)}")
+            self._inner_norm(number, part, names.get(part))
             for part in ("attention_norm", "cross_norm", "mlp_norm")
         )
         assert attention_norm is not None and mlp_norm is not None
-        cross, config = None, self.config
+        cross, config, out = None, self.config, self._one(number, "out", LoraModuleId.ATTN_DENSE)
         if crosses:
-            q = LoraTarget(LoraModuleId.CROSS_ATTN_Q, 0, config.q_size)
             k = LoraTarget(LoraModuleId.CROSS_ATTN_K, 0, config.kv_size)
             v = LoraTarget(LoraModuleId.CROSS_ATTN_V, config.kv_size, config.kv_size)
-            out = LoraTarget(LoraModuleId.CROSS_ATTN_DENSE, 0, config.hidden_size)
-            named = (("cross_q", (q,)), ("cross_kv", (k, v)), ("cross_out", (out,)))
-            cross = _CrossAttention(config, *(self._linear(number, name, *those) for name, those in named))
+            cross = _CrossAttention(
+                config,
+                self._one(number, "cross_q", LoraModuleId.CROSS_ATTN_Q, config.q_size),
+                self._linear(number, "cross_kv", k, v),
+                self._one(number, "cross_out", LoraModuleId.CROSS_ATTN_DENSE),
+            )
         return Layer(
             self._encoder_config.post_norm,
-            SelfAttention(
-                self.config if crosses else self._of_encoder, self._qkv(number), self._attention_out(number)
-            ),
+            SelfAttention(config if crosses else self._of_encoder, self._qkv(number), out),
             cross,
             self._mlp(number),
             attention_norm,

@@ -1,40 +1,37 @@
-"""Recurrent layers, whose state per sequence has a fixed size: DeltaRule, Mamba2 and ShortConv."""
+"""RecurrentLayer: a layer with state of a fixed size: a delta rule, Mamba-2 or a convolution."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from manylora.config.blocks import Mamba2Config, RecurrentConfig
-from manylora.kernels.recurrent import DeltaWeights, Mamba2Weights, RecurrentState, StateBatch
-from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.recurrent import Mamba2Weights, RecurrentState, StateBatch
 from manylora.kernels.spec import LoraBatch
 from manylora.model.layers import LoraLinear
 
 
 @dataclass(frozen=True)
-class LayerState:
-    state: RecurrentState
-    batch: StateBatch
+class RecurrentLayer:
+    """project: to [q; k; v; z] of a delta rule, to [z; values; b; c; d] of Mamba-2, or to [b; c; h] of a
+    convolution. mix: the operation with its weights, from these rows, and from those of `gates`. gates: of a
+    delta rule, to [b; a], which control writing and forgetting. factors: on the rows, in the compute dtype.
+    """
 
-
-@dataclass(frozen=True)
-class DeltaRule:
-    """project: to [q; k; v; z] of all heads. gates: to [b; a], which control writing and forgetting."""
-
-    ops: ReferenceOps
     project: LoraLinear
-    gates: LoraLinear
     out: LoraLinear
-    weights: DeltaWeights
+    mix: Callable[..., Tensor]
+    gates: LoraLinear | None = None
+    factors: Tensor | None = None
 
-    def __call__(self, x: Tensor, cache: LayerState, lora: LoraBatch | None) -> Tensor:
-        projected, gates = self.project(x, lora), self.gates(x, lora)
-        mixed = self.ops.delta_rule(projected, gates, self.weights, cache.state, cache.batch)
-        return self.out(mixed, lora)
+    def __call__(self, x: Tensor, lora: LoraBatch | None, state: RecurrentState, batch: StateBatch) -> Tensor:
+        rows = self.project(x, lora)
+        rows = rows if self.factors is None else rows * self.factors
+        inputs = (rows,) if self.gates is None else (rows, self.gates(x, lora))
+        return self.out(self.mix(*inputs, state=state, batch=batch), lora)
 
 
 def make_states(config: RecurrentConfig, slots: int, device: torch.device) -> RecurrentState:
@@ -51,25 +48,6 @@ def passing_states(
     none, slots = torch.full((count,), -1, device=device), torch.arange(count, device=device)
     batch = StateBatch(torch.tensor(list(starts), device=device), none, slots, torch.zeros_like(slots), none)
     return make_states(config, count, device), batch
-
-
-@dataclass(frozen=True)
-class Mamba2:
-    """project: to [z; values; b; c; d]. factors: on these, in the compute dtype; None: none."""
-
-    ops: ReferenceOps
-    project: LoraLinear
-    out: LoraLinear
-    weights: Mamba2Weights
-    factors: Tensor | None = None
-
-    def __call__(self, x: Tensor, cache: LayerState, lora: LoraBatch | None) -> Tensor:
-        rows = self.project(x, lora)
-        rows = rows if self.factors is None else rows * self.factors
-        return self.out(self._mixed(rows, cache), lora)
-
-    def _mixed(self, rows: Tensor, cache: LayerState) -> Tensor:
-        return self.ops.mamba2(rows, self.weights, cache.state, cache.batch)
 
 
 def mamba2_factors(own: Mamba2Config, device: torch.device, dtype: torch.dtype) -> Tensor | None:
@@ -100,17 +78,3 @@ def mamba2_weights(own: Mamba2Config, weights: Mapping[str, Tensor], eps: float)
         least=own.steps[0],
         most=own.steps[1],
     )
-
-
-@dataclass(frozen=True)
-class ShortConv:
-    """project: to [b; c; h]. The convolution is of b * h, times c. taps: [taps, channels], newest last."""
-
-    ops: ReferenceOps
-    project: LoraLinear
-    out: LoraLinear
-    taps: Tensor
-
-    def __call__(self, x: Tensor, cache: LayerState, lora: LoraBatch | None) -> Tensor:
-        mixed = self.ops.short_conv(self.project(x, lora), self.taps, cache.state, cache.batch)
-        return self.out(mixed, lora)

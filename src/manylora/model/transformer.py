@@ -91,16 +91,13 @@ class Transformer:
         )
         return self._linear(layer, "qkv", *(targets[1:3] if config.keys_are_values else targets))
 
-    def _attention_out(self, layer: int) -> LoraLinear:
-        return self._linear(layer, "out", LoraTarget(LoraModuleId.ATTN_DENSE, 0, self.config.hidden_size))
-
     def _mlp(self, layer: int) -> Mlp:
         config, inner = self.config, self.config.of_layer(layer).intermediate_size
         modules = LoraModuleId.MLP_H_TO_4H, LoraModuleId.MLP_GATE, LoraModuleId.MLP_GATE_UP
         share = config.sparsity[layer] if config.sparsity else 0.0  # of gates that become 0
         return Mlp(
             up_gate=self._linear(layer, "up_gate", *gate_up(config.gated_mlp, inner, *modules)),
-            down=self._linear(layer, "down", LoraTarget(LoraModuleId.MLP_4H_TO_H, 0, config.hidden_size)),
+            down=self._one(layer, "down", LoraModuleId.MLP_4H_TO_H),
             activation=config.activation,
             gated=config.gated_mlp,
             cutoff=NormalDist().inv_cdf(share) if share else None,
@@ -111,6 +108,14 @@ class Transformer:
         name = f"{layer}.{name}"
         weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
         return LoraLinear(self._ops, layer, weight, bias, targets)
+
+    def _one(self, layer: int, name: str, module_id: int, width: int | None = None) -> LoraLinear:
+        """A layer of one module. width: of its output; None: hidden."""
+        return self._linear(layer, name, LoraTarget(module_id, 0, width or self.config.hidden_size))
+
+    def _inner_norm(self, layer: int, name: str, theirs: str | None) -> Norm | None:
+        """Of a layer. name: of our weights. theirs: of the checkpoint's, which is also that in extras."""
+        return self._norm(f"{layer}.{name}", f"layers.{layer}.{theirs}")
 
     def _norm(self, name: str, extra: str) -> Norm | None:
         """name: of our weights. extra: in an adapter's extras. None: the family has no such norm."""

@@ -19,6 +19,7 @@ from manylora.config.model import ModelConfig, MoeConfig
 from manylora.kernels.device import Device
 from manylora.kernels.experts import HostPairs
 from manylora.kernels.panels import Panels, look_up
+from manylora.kernels.recurrent import Mamba2Weights, RecurrentState, StateBatch
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import LoraBatch, LoraTarget
 from manylora.model.batch import ForwardBatch, HiddenRows, KvTensors
@@ -26,7 +27,6 @@ from manylora.model.decoder import Decoder, ids_of
 from manylora.model.encoder_decoder import EncoderDecoder, Stack
 from manylora.model.layers import Attends, Attention, FeedForward, LayerInputs, LoraLinear, Mlp, Norm
 from manylora.model.moe import ExpertsBesideMlp, Moe, Router, in_pairs
-from manylora.model.recurrent import LayerState, Mamba2
 from manylora.model.transformer import Transformer
 from manylora.model.weights import load_weights, tied_head
 from manylora.ranks.adapters import kv_for_next, kv_from_before
@@ -217,20 +217,22 @@ class MoePart(Moe):
 
 
 @dataclass(frozen=True)
-class SharedMamba2(Mamba2):
-    """A Mamba-2 layer on one rank, if heads that are normalised together are on several. group: of this
-    rank's heads, of `groups`, with `total` values over all its ranks. add_up: sums over ranks, [T, groups].
+class SharedMamba2:
+    """Mamba-2 on one rank, if heads that are normalised together are on several. group: of this rank's heads,
+    of `groups`, with `total` values over all its ranks. add_up: sums over ranks, [T, groups].
     """
 
-    add_up: Callable[[Tensor], Tensor] = lambda x: x
-    group: int = 0
-    groups: int = 1
-    total: int = 0
+    ops: ReferenceOps
+    weights: Mamba2Weights
+    add_up: Callable[[Tensor], Tensor]
+    group: int
+    groups: int
+    total: int
 
-    def _mixed(self, rows: Tensor, cache: LayerState) -> Tensor:
+    def __call__(self, rows: Tensor, state: RecurrentState, batch: StateBatch) -> Tensor:
         own = self.weights
         assert own.norm is not None
-        plain = self.ops.mamba2(rows, replace(own, norm_groups=0), cache.state, cache.batch).float()
+        plain = self.ops.mamba2(rows, replace(own, norm_groups=0), state, batch).float()
         gate = F.silu(rows[:, : own.value_size].float())
         y = plain * gate if own.gate_first else plain
         squares = y.new_zeros(len(y), self.groups)
@@ -301,15 +303,14 @@ class RankDecoder(SharedLayers, Decoder):
             return found
         return replace(found, moe=SummedMlp(found.moe, self._collectives.sum))
 
-    def _mamba2(self, layer: int, own: Mamba2Config) -> Mamba2:
-        part, whole, tp = super()._mamba2(layer, own), self._model.recurrent, self._mapping.tp_size
+    def _mamba2(self, weights: Mamba2Weights) -> Callable[..., Tensor]:
+        whole, tp = self._model.recurrent, self._mapping.tp_size
         assert isinstance(whole, Mamba2Config)
-        if tp == 1 or not own.normed or whole.groups % tp == 0:
-            return part
+        if tp == 1 or weights.norm is None or whole.groups % tp == 0:
+            return super()._mamba2(weights)
         group = self._mapping.tp_rank * whole.groups // tp
         size = whole.value_size // whole.groups
-        shared = {"group": group, "groups": whole.groups, "total": size}
-        return extended(SharedMamba2, part, add_up=self._collectives.sum, **shared)
+        return SharedMamba2(self._ops, weights, self._collectives.sum, group, whole.groups, size)
 
     def _make_layer_inputs(self, own: LayerInputsConfig | None) -> LayerInputs | None:
         found = super()._make_layer_inputs(own)

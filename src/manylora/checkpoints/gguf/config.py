@@ -63,21 +63,19 @@ NEMOTRON_H = Architecture(
     eps="layer_norm_epsilon", turned=True,
 )  # fmt: skip
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", of.biases, turned=True),
-    "llama" + EXPERTS: Architecture(
-        "MixtralForCausalLM", lambda one: of.experts(one, "num_local_experts"), known.MIXTRAL, turned=True
-    ),
+    "llama": Architecture("LlamaForCausalLM", turned=True),
+    "llama" + EXPERTS: Architecture("MixtralForCausalLM", names=known.MIXTRAL, turned=True),
     "mistral3": Architecture("Ministral3ForCausalLM", of.mistral3, turned=True),
     "llama4" + EXPERTS: Architecture("Llama4ForCausalLM", of.llama4, known.LLAMA4),
     "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen2moe" + EXPERTS: Architecture("Qwen2MoeForCausalLM", of.qwen2_moe, known.QWEN_MOE),
-    "qwen3": Architecture("Qwen3ForCausalLM", lambda one: {"attention_bias": one.in_any("attn_q.bias")}),
-    "qwen3moe" + EXPERTS: Architecture(
-        "Qwen3MoeForCausalLM",
-        lambda one: {
-            **of.experts(one), "norm_topk_prob": True, "attention_bias": one.in_any("attn_q.bias"),
-        },
+    "qwen2moe" + EXPERTS: Architecture(
+        "Qwen2MoeForCausalLM",
+        lambda one: {"shared_expert_intermediate_size": of.shared_size(one), "norm_topk_prob": False},
         known.QWEN_MOE,
+    ),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3moe" + EXPERTS: Architecture(
+        "Qwen3MoeForCausalLM", lambda _: {"norm_topk_prob": True}, known.QWEN_MOE
     ),
     "qwen3next" + EXPERTS: Architecture(
         "Qwen3NextForCausalLM", of.delta, known.QWEN35, joined=DELTA, delta_grouped=True, plus_one=True
@@ -93,7 +91,7 @@ ARCHITECTURES = {
     "phi3": Architecture(
         "Phi3ForCausalLM",
         lambda one: {
-            "partial_rotary_factor": one.rotated_share,
+            **of.partial(one),
             "sliding_window": one.number("attention.sliding_window", 0) or None,
         },
         known.PHI3,
@@ -122,7 +120,7 @@ ARCHITECTURES = {
     "granitehybrid" + BAMBA: Architecture(
         "BambaForCausalLM",
         lambda one: {  # half of each head is rotated, whatever the file says
-            **of.biases(one), **of.mamba2(one), "num_key_value_heads": of.attended_heads(one),
+            **of.mamba2(one), "num_key_value_heads": of.attended_heads(one),
             "attn_layer_indices": [n for n in range(one.layers) if one.has(f"blk.{n}.attn_q.weight")],
         },
         known.BAMBA, known.BAMBA_OUTSIDE, turned=True,
@@ -130,12 +128,12 @@ ARCHITECTURES = {
     "falcon-h1": Architecture("FalconH1ForCausalLM", of.falcon_h1, known.FALCON_H1, known.BAMBA_OUTSIDE),
     "olmo2": Architecture("Olmo2ForCausalLM", of.olmo2, known.POST_NORM),
     "olmoe" + EXPERTS: Architecture(
-        "OlmoeForCausalLM", lambda one: {**of.experts(one), "norm_topk_prob": False}, known.QWEN_MOE
+        "OlmoeForCausalLM", lambda _: {"norm_topk_prob": False}, known.QWEN_MOE
     ),
     "exaone4": Architecture(
         "Exaone4ForCausalLM", lambda one: {"sliding_window": None, **of.pattern(one)}, known.POST_NORM
     ),
-    "smollm3": Architecture("SmolLM3ForCausalLM", of.biases, turned=True),
+    "smollm3": Architecture("SmolLM3ForCausalLM", turned=True),
     "lfm2": Architecture("Lfm2ForCausalLM", of.lfm2, known.LFM2, known.LFM2_OUTSIDE, eps="norm_eps"),
     "lfm2moe" + EXPERTS: Architecture(
         "Lfm2MoeForCausalLM", of.lfm2_moe, known.LFM2, known.LFM2_OUTSIDE, eps="norm_eps"
@@ -143,19 +141,19 @@ ARCHITECTURES = {
     "command-r": Architecture(
         "CohereForCausalLM",
         lambda one: {
-            "logit_scale": one.number("logit_scale"), **of.biases(one),
+            "logit_scale": one.number("logit_scale"),
             "use_qk_norm": one.in_any("attn_q_norm.weight"),
         },
         eps="layer_norm_eps",
     ),
     "cohere2": Architecture(
         "Cohere2ForCausalLM",
-        lambda one: {"logit_scale": one.number("logit_scale"), **of.biases(one), **of.pattern(one)},
+        lambda one: {"logit_scale": one.number("logit_scale"), **of.pattern(one)},
         eps="layer_norm_eps",
     ),
     "deepseek2" + EXPERTS: Architecture("DeepseekV3ForCausalLM", of.deepseek2, known.DEEPSEEK),
-    "chatglm": Architecture("GlmForCausalLM", of.glm, known.GLM),
-    "glm4": Architecture("Glm4ForCausalLM", of.glm, known.GLM4),
+    "chatglm": Architecture("GlmForCausalLM", of.partial, known.GLM),
+    "glm4": Architecture("Glm4ForCausalLM", of.partial, known.GLM4),
     "glm4moe" + EXPERTS: Architecture(
         "Glm4MoeForCausalLM",
         lambda one: {
@@ -163,18 +161,14 @@ ARCHITECTURES = {
         },
         known.GLM4_MOE,
     ),
-    "ernie4_5": Architecture(
-        "Ernie4_5ForCausalLM", lambda one: {"use_bias": one.in_any("attn_q.bias")}
-    ),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
     "ernie4_5-moe" + EXPERTS: Architecture("Ernie4_5_MoeForCausalLM", of.ernie_moe, known.ERNIE_MOE),
     "nemotron": Architecture("NemotronForCausalLM", of.partial, eps="norm_eps", plus_one=True),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe" + EXPERTS: NEMOTRON_H,
     "stablelm": Architecture("StableLmForCausalLM", of.stablelm, known.STABLELM, eps="layer_norm_eps"),
     "starcoder2": Architecture(
-        "Starcoder2ForCausalLM",
-        lambda one: {"use_bias": one.in_any("attn_q.bias"), "sliding_window": None},
-        known.STARCODER2, eps="norm_epsilon",
+        "Starcoder2ForCausalLM", lambda _: {"sliding_window": None}, known.STARCODER2, eps="norm_epsilon"
     ),
     "gpt2": Architecture(
         "GPT2LMHeadModel", lambda one: {"n_inner": one.inner_size}, known.GPT2,
@@ -265,6 +259,7 @@ def config_json(header: Header, factors: Callable[[str], list[float]]) -> dict[s
         "rope_theta": one.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": not one.has("output.weight"),
         "dtype": DTYPES.get(kept.most_common(1)[0][0], "float16"),
+        **of.common(one),
         **fields,
     }
     if "num_key_value_heads" not in made:

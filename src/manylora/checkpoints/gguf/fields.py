@@ -15,26 +15,34 @@ POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type
 LLAMA4_WITHOUT_NORMS = 128  # experts of the Llama 4 that does not normalise queries and keys
 
 
-def biases(one: Metadata) -> dict[str, Any]:
-    return {"attention_bias": one.in_any("attn_q.bias"), "mlp_bias": one.in_any("ffn_up.bias")}
+def common(one: Metadata) -> dict[str, Any]:
+    """Biases and numbers of experts, under each name that a config.json may have for them."""
+    biased = one.in_any("attn_q.bias") or one.in_any("attn_qkv.bias")
+    fields = dict.fromkeys(("attention_bias", "use_bias", "qkv_bias", "use_qkv_bias", "bias"), biased)
+    fields["mlp_bias"] = one.in_any("ffn_up.bias")
+    if not one.number("expert_count", 0):
+        return fields
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return {
+        **fields,
+        **dict.fromkeys(counts, one.number("expert_count")),
+        **dict.fromkeys(("num_experts_per_tok", "moe_k", "top_k_experts"), one.number("expert_used_count")),
+        "moe_intermediate_size": one.number("expert_feed_forward_length", one.inner_size),
+    }
 
 
 def partial(one: Metadata) -> dict[str, Any]:
-    return {**biases(one), "partial_rotary_factor": one.rotated_share}
+    return {"partial_rotary_factor": one.rotated_share}
 
 
-def experts(one: Metadata, count: str = "num_experts") -> dict[str, Any]:
-    return {
-        count: one.number("expert_count"),
-        "num_experts_per_tok": one.number("expert_used_count"),
-        "moe_intermediate_size": one.number("expert_feed_forward_length", one.inner_size),
-    }
+def shared_size(one: Metadata) -> int:
+    """Of the experts that every token has."""
+    return one.number("expert_shared_feed_forward_length")
 
 
 def routed(one: Metadata, normalised: bool = True) -> dict[str, Any]:
     """Experts of DeepSeek's kind. normalised: whether weights are, if the file does not say."""
     return {
-        **experts(one, "n_routed_experts"),
         "n_shared_experts": one.number("expert_shared_count", 0),
         "first_k_dense_replace": one.number("leading_dense_block_count", 0),
         "routed_scaling_factor": one.number("expert_weights_scale", 1.0),
@@ -87,7 +95,6 @@ def gemma(one: Metadata) -> dict[str, Any]:
 
 def granite(one: Metadata) -> dict[str, Any]:
     return {
-        **biases(one),
         "attention_multiplier": one.number("attention.scale", one.head_dim**-0.5),
         "embedding_multiplier": one.number("embedding_scale", 1.0),
         "residual_multiplier": one.number("residual_scale", 1.0),
@@ -99,7 +106,7 @@ def granite_moe(one: Metadata) -> dict[str, Any]:
     size = one.number("expert_shared_feed_forward_length", 0)
     kind = "GraniteMoeSharedForCausalLM" if size else "GraniteMoeForCausalLM"
     inner = {"intermediate_size": one.number("feed_forward_length"), "shared_intermediate_size": size}
-    return {"architectures": [kind], **granite(one), **experts(one, "num_local_experts"), **inner}
+    return {"architectures": [kind], **granite(one), **inner}
 
 
 def granite_hybrid(one: Metadata) -> dict[str, Any]:
@@ -134,7 +141,6 @@ def mamba2(one: Metadata) -> dict[str, Any]:
 def falcon_h1(one: Metadata) -> dict[str, Any]:
     """llama.cpp's converter multiplies the weights by Falcon-H1's multipliers, and the file lacks those."""
     return {
-        **biases(one),
         **mamba2(one),
         "mamba_d_ssm": one.count("ssm.inner_size"),
         "mamba_rms_norm": one.in_any("ssm_norm.weight"),
@@ -163,13 +169,11 @@ def nemotron_h(one: Metadata) -> dict[str, Any]:
         "conv_kernel": one.count("ssm.conv_kernel"),
         "use_conv_bias": one.in_any("ssm_conv1d.bias"),
         "use_bias": one.in_any("ssm_in.bias"),
-        **biases(one),
     }
     if not one.number("expert_count", 0):
         return fields
-    shared = one.number("expert_shared_feed_forward_length")
     latent = one.number("moe_latent_size", 0) or None
-    more = {"moe_shared_expert_intermediate_size": shared, "moe_latent_size": latent}
+    more = {"moe_shared_expert_intermediate_size": shared_size(one), "moe_latent_size": latent}
     return {**fields, **routed(one), **more}
 
 
@@ -181,49 +185,25 @@ def attended_heads(one: Metadata) -> int:
 
 def olmo2(one: Metadata) -> dict[str, Any]:
     if one.get("attention.sliding_window") is None:
-        return biases(one)
+        return {}
     local = one.number("rope.freq_base_swa", one.number("rope.freq_base", 10000.0))
-    fields = {"rope_local_base_freq": local, **pattern(one), **biases(one)}
+    fields = {"rope_local_base_freq": local, **pattern(one)}
     return {"architectures": ["Olmo3ForCausalLM"], **fields}
-
-
-def glm(one: Metadata) -> dict[str, Any]:
-    biased = one.in_any("attn_q.bias") or one.in_any("attn_qkv.bias")
-    return {"attention_bias": biased, "partial_rotary_factor": one.rotated_share}
 
 
 def ernie_moe(one: Metadata) -> dict[str, Any]:
     inner = one.count("expert_feed_forward_length")
     shared = one.rows(f"blk.{one.layers - 1}.ffn_up_shexp.weight")
     return {
-        "use_bias": False,
-        "moe_num_experts": one.number("expert_count"),
-        "moe_k": one.number("expert_used_count"),
-        "moe_intermediate_size": inner,
         "moe_num_shared_experts": shared // inner,
         "moe_layer_start_index": one.number("leading_dense_block_count", 0),
         "moe_layer_interval": one.number("interleave_moe_layer_step", 1),
     }
 
 
-def qwen2_moe(one: Metadata) -> dict[str, Any]:
-    return {
-        **experts(one),
-        "shared_expert_intermediate_size": one.number("expert_shared_feed_forward_length"),
-        "qkv_bias": one.in_any("attn_q.bias"),
-        "norm_topk_prob": False,
-    }
-
-
 def gpt_oss(one: Metadata) -> dict[str, Any]:
     inner = one.count("expert_feed_forward_length")
-    fields = {
-        **experts(one, "num_local_experts"),
-        **biases(one),
-        **pattern(one),
-        "intermediate_size": inner,
-    }
-    return fields | {"rope_scaling": {"truncate": False}}
+    return {**pattern(one), "intermediate_size": inner, "rope_scaling": {"truncate": False}}
 
 
 def deepseek2(one: Metadata) -> dict[str, Any]:
@@ -252,13 +232,10 @@ def deepseek2(one: Metadata) -> dict[str, Any]:
 def llama4(one: Metadata) -> dict[str, Any]:
     """What the file does not say is as in llama.cpp: chunks of 8,192 tokens, every fourth layer without."""
     fields = {
-        "num_local_experts": one.number("expert_count"),
-        "num_experts_per_tok": one.number("expert_used_count"),
         "intermediate_size": one.count("expert_feed_forward_length"),
         "intermediate_size_mlp": one.number("feed_forward_length"),
         "interleave_moe_layer_step": one.number("interleave_moe_layer_step"),
         "use_qk_norm": one.number("expert_count") != LLAMA4_WITHOUT_NORMS,
-        "attention_bias": one.in_any("attn_q.bias"),
     }
     if one.get("attention.sliding_window") == 0:
         fields["no_rope_layers"] = [1] * one.layers
@@ -279,7 +256,7 @@ def lfm2_moe(one: Metadata) -> dict[str, Any]:
     corrected = one.in_any("exp_probs_b.bias")
     scale = one.number("expert_weights_scale", 1.0)
     fields = {"num_dense_layers": dense, "use_expert_bias": corrected, "routed_scaling_factor": scale}
-    return {**lfm2(one), **experts(one), **fields, "norm_topk_prob": True}
+    return {**lfm2(one), **fields, "norm_topk_prob": True}
 
 
 def delta(one: Metadata) -> dict[str, Any]:
@@ -292,13 +269,11 @@ def delta(one: Metadata) -> dict[str, Any]:
         "linear_num_key_heads": one.count("ssm.group_count"),
         "linear_num_value_heads": heads,
         "linear_value_head_dim": one.count("ssm.inner_size") // heads,
-        "partial_rotary_factor": one.rotated_share,
-        "attention_bias": one.in_any("attn_q.bias"),
+        **partial(one),
     }
     if not one.number("expert_count", 0):
         return fields
-    inner = one.number("expert_shared_feed_forward_length")
-    return {**fields, **experts(one), "shared_expert_intermediate_size": inner, "norm_topk_prob": True}
+    return {**fields, "shared_expert_intermediate_size": shared_size(one), "norm_topk_prob": True}
 
 
 def neox(one: Metadata) -> dict[str, Any]:
@@ -306,7 +281,6 @@ def neox(one: Metadata) -> dict[str, Any]:
         "rotary_pct": one.rotated_share,
         "rotary_emb_base": one.number("rope.freq_base", 10000.0),
         "use_parallel_residual": bool(one.get("use_parallel_residual", True)),
-        "attention_bias": one.in_any("attn_qkv.bias"),
     }
 
 
@@ -317,14 +291,12 @@ def falcon(one: Metadata) -> dict[str, Any]:
         "new_decoder_architecture": kv_heads > 1,
         "num_ln_in_parallel_attn": 2 if one.in_any("attn_norm_2.weight") else 1,
         "ffn_hidden_size": one.inner_size,
-        "bias": one.in_any("attn_qkv.bias"),
     }
 
 
 def stablelm(one: Metadata) -> dict[str, Any]:
     return {
-        "partial_rotary_factor": one.rotated_share,
-        "use_qkv_bias": one.in_any("attn_q.bias"),
+        **partial(one),
         "qk_layernorm": one.in_any("attn_q_norm.weight"),
         "use_parallel_residual": not one.in_any("ffn_norm.weight"),
     }
@@ -375,7 +347,7 @@ def gemma4(one: Metadata) -> dict[str, Any]:
         "attention_k_eq_v": reads,
         "intermediate_size": min(sizes),
         "use_double_wide_mlp": max(sizes) == 2 * min(sizes),
-        "attention_bias": one.in_any("attn_q.bias"),
+        "enable_moe_block": bool(one.number("expert_count", 0)),
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": fields["rope_local_base_freq"]},
             "full_attention": {
@@ -385,9 +357,6 @@ def gemma4(one: Metadata) -> dict[str, Any]:
             },
         },
     }
-    if one.number("expert_count", 0):
-        moe = experts(one)
-        fields |= {"enable_moe_block": True, **moe, "top_k_experts": moe.pop("num_experts_per_tok")}
     return fields
 
 

@@ -74,7 +74,7 @@ replay: $(VENV)/.test ## compare what each door answers with its record (RECORD=
 	  $(BITS:%=--replay-bits=%)
 
 parity: $(VENV)/.test ## compare every model family and kind of adapter with transformers + PEFT; takes minutes
-	@$(BIN)/python tests/parity.py
+	$(BIN)/python -m pytest --all tests/cpu/test_parity_models.py -k every_kind
 
 browser: ## install Chromium for the tests of the web page (Debian, Ubuntu); without it they are skipped
 	apt-get install -y --no-install-recommends chromium chromium-driver fonts-noto-cjk

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
+from manylora.checkpoints.quant.layouts import STATE
+
 GROUP = 16
 LINEAR = (".q_proj.weight", ".k_proj.weight", ".v_proj.weight", ".o_proj.weight", ".up_proj.weight",
           ".gate_proj.weight", ".down_proj.weight", ".qkv_proj.weight", ".gate_up_proj.weight",
@@ -129,6 +131,29 @@ def int8(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np
     return {"weight": torch.from_numpy(values), "weight_scale": torch.from_numpy(scales)}, values * scales
 
 
+QUANT_MAP = load_file(Path(__file__).with_name("bitsandbytes.safetensors"))["nf4.weight.quant_map"]
+
+
+def nf4(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+    codes = rng.integers(0, 16, rows * columns, np.uint8)
+    absmax = rng.uniform(0, 0.5, rows * columns // 64).astype(np.float32)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [rows, columns]}
+    tensors = {
+        "weight": torch.from_numpy((codes[::2] << 4) | codes[1::2]).unsqueeze(1),
+        "weight.absmax": torch.from_numpy(absmax),
+        "weight.quant_map": QUANT_MAP.clone(),
+        f"{STATE}nf4": torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    return tensors, (QUANT_MAP.numpy()[codes].reshape(-1, 64) * absmax[:, None]).reshape(rows, columns)
+
+
+def llm_int8(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+    codes = rng.integers(-127, 128, (rows, columns)).astype(np.int8)
+    largest = rng.uniform(0, 0.5, rows).astype(np.float32)
+    tensors = {"weight": codes, "SCB": largest, "weight_format": np.array(0, np.uint8)}
+    return {name: torch.from_numpy(one) for name, one in tensors.items()}, codes * (largest / 127)[:, None]
+
+
 def compressed(layout: str, kind: str, bits: int) -> dict[str, Any]:
     weights = {"type": kind, "num_bits": bits, "symmetric": True, "strategy": "group", "group_size": GROUP}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
@@ -182,6 +207,8 @@ KINDS = {
     "fp8 by block": Kind(BLOCKS, float8("block"), "FP8_BLOCK_SCALES"),
     "fp8 by block, fused": Kind(BLOCKS, float8("block"), "FP8_BLOCK_SCALES", "phi3"),
     "fp8 by block, latents": Kind(BLOCKS, float8("block"), "FP8_BLOCK_SCALES", "deepseek-v3"),
+    "nf4": Kind({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4, "W4A16"),
+    "llm.int8": Kind({"quant_method": "bitsandbytes", "load_in_8bit": True}, llm_int8, "W8A16"),
     "awq experts": Kind(AWQ, awq, "W4A16_AWQ", "mixtral"),
     "gptq experts": Kind(GPTQ, gptq(4, desc_act=True), "W4A16_GPTQ", "qwen2-moe"),
     "fp8 experts": Kind(BLOCKS, float8("block"), "FP8_BLOCK_SCALES", "qwen3-moe"),

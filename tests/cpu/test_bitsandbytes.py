@@ -1,30 +1,24 @@
-"""Protects checkpoints of bitsandbytes: values are those that it computes itself, and a base of them answers,
-with adapters, as one of these values does.
+"""Protects checkpoints of bitsandbytes: values are those that it computes itself.
 
 bitsandbytes.safetensors was made by bitsandbytes 0.50.2 on a CPU; the digests in it are of what it gave back,
-zeros without a sign.
+zeros without a sign. Models of it are among the kinds of quantised_checkpoints.py.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from hashlib import blake2b
 from pathlib import Path
 
 import pytest
 import torch
-from driver import agree
-from running import read, tokens
+from quantised_checkpoints import KINDS, make_pair
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from test_parity_adapters import mixed_logits
-from tiny_models import make_adapter, make_model, reference_logits
+from safetensors.torch import load_file
 
 from manylora.checkpoints.quant.config import CheckpointQuant, QuantAlgo
 from manylora.checkpoints.quant.layouts import STATE, CheckpointWeights
 from manylora.errors import ConfigError
-from manylora.model.checkpoint import read_model_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GOLDEN = Path(__file__).with_name("bitsandbytes.safetensors")
@@ -70,47 +64,6 @@ def test_what_does_not_fit_is_named() -> None:
 
 def quantised(model: Path, path: Path, four: bool, linears: tuple[str, ...] = LINEARS) -> tuple[Path, Path]:
     """The model as bitsandbytes would write it, with codes and scales from anywhere; and the same values."""
-    packed, plain = (shutil.copytree(model, path / name) for name in ("packed", "plain"))
-    weights, table = load_file(model / "model.safetensors"), load_file(GOLDEN)["nf4.weight.quant_map"]
-    wide, found = dict(weights), dict(weights)
-    torch.manual_seed(1)
-    for name, weight in weights.items():
-        if not name.removesuffix(".weight").endswith(linears):
-            continue
-        if four:
-            state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape)}
-            codes, absmax = torch.randint(0, 16, weight.shape), torch.rand(weight.numel() // 64) * 0.5
-            flat = codes.flatten()
-            found[name] = ((flat[::2] << 4) | flat[1::2]).to(torch.uint8).unsqueeze(1)
-            text = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
-            found |= {
-                f"{name}.absmax": absmax,
-                f"{name}.quant_map": table.clone(),
-                f"{name[:-6]}{STATE}nf4": text,
-            }
-            wide[name] = (table[flat].view(-1, 64) * absmax.unsqueeze(1)).view(weight.shape)
-        else:
-            codes, largest = torch.randint(-127, 128, weight.shape), torch.rand(len(weight)) * 0.5
-            found |= {name: codes.to(torch.int8), f"{name[:-6]}SCB": largest}
-            found[f"{name[:-6]}weight_format"] = torch.tensor(0, dtype=torch.uint8)
-            wide[name] = codes * (largest / 127).unsqueeze(1)
-    save_file(found, packed / "model.safetensors", {"format": "pt"})
-    save_file(wide, plain / "model.safetensors", {"format": "pt"})
-    config = json.loads((packed / "config.json").read_text())
-    bits = {"load_in_4bit": four, "load_in_8bit": not four, "bnb_4bit_quant_type": "nf4"}
-    config["quantization_config"] = {"quant_method": "bitsandbytes", **bits}
-    (packed / "config.json").write_text(json.dumps(config))
-    return packed, plain
-
-
-@pytest.mark.parametrize("four", [True, False])
-def test_a_base_of_it_answers_as_its_values_do(four: bool, tmp_path: Path) -> None:
-    packed, plain = quantised(make_model(tmp_path / "model", seed=2), tmp_path, four)
-    lora = make_adapter(tmp_path / "1", plain, 1, 4, LINEARS)
-    dora = make_adapter(tmp_path / "2", plain, 2, 5, LINEARS, use_dora=True)
-    assert read_model_config(packed).quant == CheckpointQuant(
-        "bitsandbytes", QuantAlgo.W4A16 if four else QuantAlgo.W8A16
-    )
-    found = mixed_logits(packed, [None, read(lora, packed, 1), read(dora, packed, 2)])
-    for seed, (logits, adapter) in enumerate(zip(found, (None, lora, dora), strict=True)):
-        assert agree(logits, reference_logits(plain, adapter, tokens(20, seed)))
+    wide = shutil.copytree(model, path / "plain")
+    ends = tuple(f"{name}.weight" for name in linears)
+    return make_pair(path, KINDS["nf4" if four else "llm.int8"], wide=wide, linear=ends)

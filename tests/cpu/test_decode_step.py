@@ -125,7 +125,7 @@ def test_a_step_as_one_call_gives_the_same_bits(
     model = make_model(tmp_path / "model", family, seed=4)
     kinds = KINDS[:num_sequences]
     adapters = [
-        read_from("peft", make_kind(tmp_path / str(seed), model, kind, seed), model) if kind else None
+        read_from(make_kind(tmp_path / str(seed), model, kind, seed), model) if kind else None
         for seed, kind in enumerate(kinds)
     ]
     sequences = [tokens(5 + 4 * n, n) for n in range(num_sequences)]
@@ -207,7 +207,7 @@ def test_rows_without_logits_change_nothing(
     model = make_model(tmp_path / "model", family, seed=4)
     kinds = (None, "rank 64", "patterns", None)
     adapters = [
-        read_from("peft", make_kind(tmp_path / str(seed), model, kind, seed), model) if kind else None
+        read_from(make_kind(tmp_path / str(seed), model, kind, seed), model) if kind else None
         for seed, kind in enumerate(kinds)
     ]
     sequences = [tokens(5, 1), tokens(8, 2), tokens(6, 3), tokens(7, 4)]

@@ -68,7 +68,7 @@ def test_the_text_tower_of_a_model_that_sees_and_hears(served: Served, tmp_path:
         }
         save_file(matrices, path, {"format": "pt"})
         # Beside a base of the text alone, too, whose names have no language_model.
-        tensors = [read_from("peft", adapter, base) for base in (model, served.model)]
+        tensors = [read_from(adapter, base) for base in (model, served.model)]
         found = Driver(decoder, [ids] * 3, [None, *tensors]).run()
         assert agree(found[0], reference_logits(served.model, None, ids))
         for one in found[1:]:
@@ -76,7 +76,7 @@ def test_the_text_tower_of_a_model_that_sees_and_hears(served: Served, tmp_path:
     key = "base_model.model.model.audio_tower.conformer.0.attention.attn.q_proj.lora_A.weight"
     save_file({**matrices, key: torch.ones(3, 3)}, path, {"format": "pt"})
     with pytest.raises(AdapterInvalidError, match=r"audio_tower.* set lora_text_only"):
-        read_from("peft", adapter, model)
+        read_from(adapter, model)
     text = read_lora(find_source(adapter), 0, ReadOptions(lora_modules(config), text_only=True))
     [again] = Driver(decoder, [ids], [text]).run()
     assert agree(again, found[1])

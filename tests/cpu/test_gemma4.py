@@ -43,7 +43,7 @@ def adapter(model: Path, workshop: Path) -> Path:
 
 def test_adapters_of_one_batch(model: Path, adapter: Path) -> None:
     decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
-    tensors = read_from("peft", adapter, model)
+    tensors = read_from(adapter, model)
     found = Driver(decoder, [tokens(40), tokens(33, 5), tokens(40)], [tensors, None, None]).run()
     wanted = [(adapter, tokens(40)), (None, tokens(33, 5)), (None, tokens(40))]
     for logits, (lora, ids) in zip(found, wanted, strict=True):

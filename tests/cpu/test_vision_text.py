@@ -98,7 +98,7 @@ def test_the_text_of_a_model_that_sees(name: str, original: bool, tmp_path: Path
     targets = r".*language_model.*\.(q_proj|o_proj|up_proj)"
     adapter = make_adapter(tmp_path / "a", model, 1, rank=3, target_modules=targets)
     decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
-    found = Driver(decoder, [tokens(30)] * 2, [None, read_from("peft", adapter, model)]).run()
+    found = Driver(decoder, [tokens(30)] * 2, [None, read_from(adapter, model)]).run()
     assert agree(found[0], reference_logits(model, None, tokens(30)))
     assert agree(found[1], reference_logits(model, adapter, tokens(30)))
     assert not agree(found[0], found[1])
@@ -109,7 +109,7 @@ def test_the_text_of_a_model_that_sees(name: str, original: bool, tmp_path: Path
         tensors[f"base_model.model.model.{tower}.lora_{side}.weight"] = torch.ones(3, 3)
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(AdapterInvalidError, match=f"{tower}.* set lora_text_only"):
-        read_from("peft", adapter, model)
+        read_from(adapter, model)
     text_part = read_lora(find_source(adapter), 0, ReadOptions(lora_modules(config), text_only=True))
     [again] = Driver(decoder, [tokens(30)], [text_part]).run()
     assert agree(again, found[1])
@@ -135,7 +135,7 @@ def test_every_layout_of_names(name: str, tmp_path: Path) -> None:
     rows = load_file(adapter / "adapter_model.safetensors")
     config = read_model_config(model)
     decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
-    wanted = Driver(decoder, [tokens(12)] * 2, [None, read_from("peft", adapter, model)]).run()
+    wanted = Driver(decoder, [tokens(12)] * 2, [None, read_from(adapter, model)]).run()
     for root, head in LAYOUTS.values():
         head = "lm_head." if name.startswith("qwen") else head  # never elsewhere
         moved = {
@@ -149,7 +149,7 @@ def test_every_layout_of_names(name: str, tmp_path: Path) -> None:
         own = {f"base_model.model.{key[17:].replace('model.language_model.', root, 1)}": v
                for key, v in rows.items()}  # fmt: skip
         save_file(own, adapter / "adapter_model.safetensors", {"format": "pt"})
-        found = Driver(decoder, [tokens(12)] * 2, [None, read_from("peft", adapter, model)]).run()
+        found = Driver(decoder, [tokens(12)] * 2, [None, read_from(adapter, model)]).run()
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
@@ -170,7 +170,7 @@ def test_adapters_on_experts_beside_a_vision_tower(tmp_path: Path) -> None:
         options = {"target_modules": r".*language_model.*\.q_proj", "target_parameters": names}
         adapter = make_adapter(path / "a", model, 1, rank=2, **options)
         decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
-        [found] = Driver(decoder, [tokens(20)], [read_from("peft", adapter, model)]).run()
+        [found] = Driver(decoder, [tokens(20)], [read_from(adapter, model)]).run()
         assert agree(found, reference_logits(model, adapter, tokens(20)))
 
 

@@ -14,25 +14,19 @@ import torch
 
 @dataclass(frozen=True)
 class Blocks:
-    """size: along the kernel's main dimension. warps, stages: triton's num_warps and num_stages."""
+    """size: along the kernel's main dimension. warps, stages: triton's num_warps and num_stages. in_pieces:
+    whether queries are read again for each block of keys, because registers cannot hold them all.
+    """
 
     size: int
     warps: int = 4
     stages: int = 3
+    in_pieces: bool = False
 
     @property
     def options(self) -> dict[str, int]:
         """As a launch takes them."""
         return {"num_warps": self.warps, "num_stages": self.stages}
-
-
-@dataclass(frozen=True)
-class AttentionBlocks(Blocks):
-    """size: keys that a program reads at a time. in_pieces: whether queries are read again for each block of
-    keys, because registers cannot hold them all.
-    """
-
-    in_pieces: bool = False
 
 
 # By the rows of a tile. size: inputs that a program reads at a time; outputs of a program.
@@ -47,19 +41,19 @@ def expand_blocks(tile_size: int, dtype: torch.dtype) -> Blocks:
     return (EXPAND_FLOAT32 if dtype == torch.float32 else EXPAND)[tile_size]
 
 
-def decode_blocks(rows: int, dim: int, dtype: torch.dtype) -> AttentionBlocks:
+def decode_blocks(rows: int, dim: int, dtype: torch.dtype) -> Blocks:
     """For a tile of `rows` queries of `dim` elements, one token of a sequence. A part of a sequence's keys is
     a multiple of the size.
     """
     size = rows * dim * dtype.itemsize
     if size <= 2**13:
-        return AttentionBlocks(32)
-    return AttentionBlocks(16, warps=8 if size <= 2**14 else 16, stages=2, in_pieces=True)
+        return Blocks(32)
+    return Blocks(16, warps=8 if size <= 2**14 else 16, stages=2, in_pieces=True)
 
 
-def prompt_blocks(rows: int, dim: int, dtype: torch.dtype) -> AttentionBlocks:
+def prompt_blocks(rows: int, dim: int, dtype: torch.dtype) -> Blocks:
     """For a tile of `rows` queries of `dim` elements."""
     is_large = rows * dim * dtype.itemsize > 2**14
     if dtype == torch.float32:
-        return AttentionBlocks(16 if is_large else 32, warps=8, stages=2, in_pieces=is_large)
-    return AttentionBlocks(32, warps=8 if is_large or dim > 256 else 4)
+        return Blocks(16 if is_large else 32, warps=8, stages=2, in_pieces=is_large)
+    return Blocks(32, warps=8 if is_large or dim > 256 else 4)

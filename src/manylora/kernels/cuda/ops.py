@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,9 +14,9 @@ from manylora.kernels.cuda import launch, lora, recurrent, routing, rows
 from manylora.kernels.cuda.arithmetic import is_interpreted
 from manylora.kernels.cuda.attention import paged_attention
 from manylora.kernels.cuda.grouped import ALIGNMENTS, WeightTable, grouped_linear, weight_table
-from manylora.kernels.cuda.plan import MODULES, PLACE, Places, plan_lora
+from manylora.kernels.cuda.plan import MODULES, PLACE, Places
 from manylora.kernels.cuda.products import QuantisedLinears, fits_fp8_units
-from manylora.kernels.cuda.tables import PART_KEYS, PagedBatch, PlannedLora, plan_attention
+from manylora.kernels.cuda.tables import PART_KEYS, PagedBatch, PlannedLora, plan_attention, plan_lora
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import (
@@ -75,23 +76,11 @@ class CudaOps(ReferenceOps):
         if known is not None and known[0] is lora and known[1:] == (num_rows, fixed):  # in consecutive steps
             return paged, planned
         routed = bool(self._limits.num_experts)
-        plan = plan_lora(lora.segments, self._host_places, num_rows, fixed, routed)
+        tables, updates = plan_lora(lora, self._host_places, num_rows, fixed, routed)
         self._make_room(self._host_places.num_slots)
-        for update in plan.updates:
-            self._places[update.slot].copy_(upload(update.places, torch.int64, self._places.device))
-        row_slots = {"row_slots": torch.from_numpy(plan.row_slots)} if routed else {}
-        planned = PlannedLora(
-            pool=lora.pool,
-            segments=lora.segments,
-            alignment=lora.alignment,
-            extras=lora.extras,
-            places=self._places,
-            tiles=torch.from_numpy(plan.tiles),
-            tile_size=plan.tile_size,
-            kinds=plan.kinds,
-            most_adapters=num_rows if fixed else len(lora.segments),
-            **row_slots,
-        )
+        for slot, places in updates:
+            self._places[slot].copy_(upload(places, torch.int64, self._places.device))
+        planned = replace(tables, places=self._places)
         self._last_plan = (lora, num_rows, fixed), planned
         return paged, planned
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from manylora.kernels.row_format import TABLE_ROW, Encoding
-from manylora.kernels.spec import LoraRow, LoraSegment
+from manylora.kernels.spec import LoraRow
 
 MODULES = 64  # module ids are below this; a power of two, so that kernels can shift
 PLACE = TABLE_ROW.itemsize // 8  # integers of one place
@@ -29,14 +29,8 @@ MIXED_BLOCK = 32  # a multiple of the ranks per block
 MODULE_CLASSES = (frozenset(range(4)), frozenset(range(5)))
 
 Rows = Mapping[tuple[int, int], LoraRow]
-
-
-@dataclass(frozen=True)
-class SlotUpdate:
-    """places [layers, MODULES, PLACE] int64, to be written to this slot before the kernels run."""
-
-    slot: int
-    places: np.ndarray
+SlotUpdate = tuple[int, np.ndarray]
+"""A slot, and the places [layers, MODULES, PLACE] int64 to be written to it before the kernels run."""
 
 
 @dataclass(frozen=True)
@@ -80,21 +74,7 @@ class RowKinds:
 
 
 @dataclass(frozen=True)
-class LoraPlan:
-    """tiles [n, TILE] int32: first row, number of rows, slot, 0; a tile of 0 rows is padding.
-
-    row_slots [rows] int32: the slot of each row, -1 without an adapter. tile_size: the most rows in a tile.
-    """
-
-    tiles: np.ndarray
-    row_slots: np.ndarray
-    tile_size: int
-    kinds: RowKinds
-    updates: tuple[SlotUpdate, ...]
-
-
-@dataclass(frozen=True)
-class _Slot:
+class Slot:
     rows: Rows  # a reference, so that its id is not reused
     slots: tuple[int, ...]  # of the first members of its rows, the second ones, ...
     kinds: RowKinds
@@ -113,10 +93,10 @@ class Places:
         self.num_slots = num_slots
         self.num_layers = num_layers
         self.modules = frozenset[int]()  # of all adapters so far
-        self._slots: OrderedDict[int, _Slot] = OrderedDict()
+        self._slots: OrderedDict[int, Slot] = OrderedDict()
         self._free = list(range(num_slots))[::-1]
 
-    def take(self, batch: Sequence[Rows]) -> tuple[list[_Slot], tuple[SlotUpdate, ...]]:
+    def take(self, batch: Sequence[Rows]) -> tuple[list[Slot], tuple[SlotUpdate, ...]]:
         """The slots of a batch's adapters, and the slots that must be written first."""
         for rows in batch:  # so that no adapter of the batch is evicted
             if id(rows) in self._slots:
@@ -134,11 +114,9 @@ class Places:
                 places[number, layer, module] = one.format.table_row(one.offset, after, one.vectors)
         kinds = RowKinds.of_rows(rows)
         self.modules |= kinds.modules
-        self._slots[id(rows)] = _Slot(rows, slots, kinds)
+        self._slots[id(rows)] = Slot(rows, slots, kinds)
         shape = (self.num_layers, MODULES, PLACE)
-        return [
-            SlotUpdate(s, one.view(np.int64).reshape(shape)) for s, one in zip(slots, places, strict=True)
-        ]
+        return [(s, one.view(np.int64).reshape(shape)) for s, one in zip(slots, places, strict=True)]
 
     def _claim(self, count: int, used: Container[int]) -> tuple[int, ...]:
         """Slots that no adapter of the batch uses. used: ids of those adapters."""
@@ -159,37 +137,6 @@ def _rank(row: LoraRow) -> int:
     return sum(-(-one.format.rank // MIXED_BLOCK) * MIXED_BLOCK for one in row.members)
 
 
-def plan_lora(
-    segments: Sequence[LoraSegment],
-    places: Places,
-    num_rows: int,
-    fixed: bool = False,
-    routed: bool = True,
-) -> LoraPlan:
-    """The tiles of a batch with `num_rows` rows.
-
-    fixed: one row per sequence; pad to one of two numbers of tiles. routed: whether the model has experts,
-    whose kernels are the only ones to read `row_slots`.
-    """
-    entries, updates = places.take([segment.rows for segment in segments])
-    size = tile_size([segment.stop - segment.start for segment in segments])
-    if fixed:
-        size = min(size, TILE_SIZES[1])
-    kinds = RowKinds.of_batch([entry.kinds for entry in entries])
-    if fixed:
-        kinds = replace(kinds, modules=module_class(kinds.modules, places.modules))
-    starts = np.array([segment.start for segment in segments], np.int32)
-    stops = np.array([segment.stop for segment in segments], np.int32)
-    slots = np.array([entry.slot for entry in entries], np.int32)
-    return LoraPlan(
-        tiles=_tiles(starts, stops, slots, size, num_rows if fixed else 0),
-        row_slots=_row_slots(starts, stops, slots, num_rows) if routed else slots[:0],
-        tile_size=size,
-        kinds=kinds,
-        updates=updates,
-    )
-
-
 def fixed_tiles(count: int, size: int, num_rows: int) -> int:
     """The number of tiles to launch for `count` tiles, one of two values: few, or as many as any batch with
     these rows needs.
@@ -200,11 +147,11 @@ def fixed_tiles(count: int, size: int, num_rows: int) -> int:
     return next(number for number in (max(1, few), max(1, most), num_rows) if count <= number)
 
 
-def _tiles(
+def tiles_of(
     starts: np.ndarray, stops: np.ndarray, slots: np.ndarray, size: int, fixed_rows: int
 ) -> np.ndarray:
-    """Tiles of `size` rows of each segment, as in `LoraPlan`. fixed_rows: of a batch whose tables have fixed
-    shapes, otherwise 0.
+    """Tiles of `size` rows of each segment, [n, TILE] int32: first row, number of rows, slot, 0; a tile of 0
+    rows is padding. fixed_rows: of a batch whose tables have fixed shapes, otherwise 0.
     """
     lengths = stops - starts
     counts = -(-lengths // size)
@@ -222,8 +169,8 @@ def _tiles(
     return tiles
 
 
-def _row_slots(starts: np.ndarray, stops: np.ndarray, slots: np.ndarray, num_rows: int) -> np.ndarray:
-    """As in `LoraPlan`. Segments are ascending and disjoint."""
+def slots_of_rows(starts: np.ndarray, stops: np.ndarray, slots: np.ndarray, num_rows: int) -> np.ndarray:
+    """The slot of each row, int32, -1 without an adapter. Segments are ascending and disjoint."""
     ends = np.stack((starts, stops), axis=1).ravel()
     counts = np.diff(ends, prepend=0, append=num_rows)  # rows before a segment, of it, before the next, ...
     values = np.full(len(counts), -1, np.int32)
@@ -231,13 +178,8 @@ def _row_slots(starts: np.ndarray, stops: np.ndarray, slots: np.ndarray, num_row
     return np.repeat(values, counts)
 
 
-def tile_size(lengths: Sequence[int]) -> int:
-    """Based on the mean rows per adapter: 1 for decoding with distinct adapters, large tiles for prompts."""
-    return tile_size_of(sum(lengths) / len(lengths))
-
-
 def tile_size_of(mean: float) -> int:
-    """Based on the mean number of rows that share matrices."""
+    """Based on the mean number of rows that share matrices: 1 for decoding, large tiles for prompts."""
     return TILE_SIZES[0] if mean < 2 else TILE_SIZES[1] if mean < 48 else TILE_SIZES[2]
 
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.kernels.cuda.plan import RowKinds
+from manylora.kernels.cuda.plan import (
+    TILE_SIZES,
+    Places,
+    RowKinds,
+    SlotUpdate,
+    module_class,
+    slots_of_rows,
+    tile_size_of,
+    tiles_of,
+)
 from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch
 
 BLOCK_ROWS = 64  # rows of a tile of a prompt: queries times the heads of a group
@@ -21,9 +30,10 @@ PART_KEYS = 128  # minimum keys per program when decoding; its partial sum is 1/
 
 @dataclass(frozen=True)
 class PlannedLora(LoraBatch):
-    """places, tiles: as in `kernels.cuda.lora.LoraTables`; the rest as in `kernels.cuda.plan.LoraPlan`.
+    """places, tiles: as in `kernels.cuda.lora.LoraTables`. tile_size: the most rows in a tile.
 
-    row_slots: empty for a model without experts. most_adapters: upper bound for batches of this shape.
+    row_slots [rows] int32: the slot of each row, -1 without an adapter; empty for a model without experts.
+    most_adapters: upper bound for batches of this shape.
     """
 
     places: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -71,6 +81,37 @@ class PagedBatch(AttentionBatch):
     tilings: Mapping[tuple[int, int], Tiling] = field(default_factory=dict)
     max_queries: int = 1
     max_keys: int = 1
+
+
+def plan_lora(
+    batch: LoraBatch, places: Places, num_rows: int, fixed: bool, routed: bool
+) -> tuple[PlannedLora, tuple[SlotUpdate, ...]]:
+    """The tables of a batch with `num_rows` rows, on the host, without `places`; and what these lack.
+
+    fixed: one row per sequence; pad to one of two numbers of tiles. routed: whether the model has experts,
+    whose kernels are the only ones to read `row_slots`.
+    """
+    entries, updates = places.take([segment.rows for segment in batch.segments])
+    starts = np.array([segment.start for segment in batch.segments], np.int32)
+    stops = np.array([segment.stop for segment in batch.segments], np.int32)
+    slots = np.array([entry.slot for entry in entries], np.int32)
+    size = tile_size_of(int((stops - starts).sum()) / len(starts))
+    kinds = RowKinds.of_batch([entry.kinds for entry in entries])
+    if fixed:
+        size = min(size, TILE_SIZES[1])
+        kinds = replace(kinds, modules=module_class(kinds.modules, places.modules))
+    planned = PlannedLora(
+        pool=batch.pool,
+        segments=batch.segments,
+        alignment=batch.alignment,
+        extras=batch.extras,
+        tiles=torch.from_numpy(tiles_of(starts, stops, slots, size, num_rows if fixed else 0)),
+        tile_size=size,
+        kinds=kinds,
+        row_slots=torch.from_numpy(slots_of_rows(starts, stops, slots, num_rows) if routed else slots[:0]),
+        most_adapters=num_rows if fixed else len(starts),
+    )
+    return planned, updates
 
 
 def plan_attention(

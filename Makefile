@@ -40,7 +40,7 @@ test-durations: $(VENV)/.test ## run `make test`, and write what each file takes
 	$(BIN)/python -m pytest -n $(WORKERS) --write-durations
 
 test-gpu: $(VENV)/.test ## run the tests of the GPU path and its kernels; needs a CUDA GPU
-	$(BIN)/python -m pytest --all tests/gpu $(addprefix tests/cpu/test_,cuda_kernels.py cuda_quantised.py \
+	$(BIN)/python -m pytest --all tests/gpu $(addprefix tests/cpu/test_,cuda_kernels.py \
 	  adapter_kernels.py expert_kernels.py recurrent_kernels.py)
 
 bench-gpu: ## run the GPU benchmark (BENCH_ARGS=...); works with any Python that has torch, triton and numpy

@@ -1,5 +1,6 @@
 """Protects the kernels in the Triton language: each says what the reference says. On a GPU where there is
-one, else under the language's interpreter, where small shapes are slow enough."""
+one, else under the language's interpreter, where small shapes are slow enough. torch._scaled_mm runs on a
+CPU too."""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ import pytest
 import torch
 from selection import extended
 
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.kernels.cuda import rows
 from manylora.kernels.cuda.arithmetic import quantise_rows
 from manylora.kernels.cuda.attention import paged_attention
 from manylora.kernels.cuda.ops import CudaOps
+from manylora.kernels.cuda.products import QuantisedLinears
 from manylora.kernels.cuda.tables import plan_attention
+from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.reference import ACTIVATIONS, ReferenceOps
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import (
@@ -26,6 +30,7 @@ from manylora.kernels.spec import (
     LoraTarget,
 )
 from manylora.kernels.transfer import to_device
+from manylora.model.quant import quantise
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IN, WIDTHS = 48, (32, 16, 80)
@@ -255,20 +260,11 @@ def test_pages_take_rotated_keys_and_values(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_are_the_references(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    reference = ReferenceOps()
-    x = torch.randn(3, 2, 24).to(dtype).to(DEVICE)
-    weight = torch.randn(24).to(dtype).to(DEVICE)
-    close(rows.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
-    flat, wide = x.flatten(1), weight.repeat(2)
-    close(rows.rms_norm(flat, wide, 1e-5), reference.rms_norm(flat, wide, 1e-5))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_rows_are_the_references(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     reference, x = ReferenceOps(), torch.randn(3, 2 * 24).to(dtype).to(DEVICE)
+    heads, of_head = x.view(3, 2, 24), torch.randn(24).to(dtype).to(DEVICE)
+    close(rows.rms_norm(heads, of_head, 1e-5), reference.rms_norm(heads, of_head, 1e-5))
     delta, weight = torch.randn(3, 24).to(dtype).to(DEVICE), torch.randn(24).to(DEVICE)
     for kept in (weight, weight.to(dtype)):  # of some models a norm's weight stays wide
         got = rows.add_rms_norm(x[:, :24], delta, kept, 1e-5)
@@ -298,3 +294,51 @@ def test_eight_bit_floats_are_torchs() -> None:
     quantised, scales = quantise_rows(many)
     torch.testing.assert_close(scales, many.abs().amax(1, keepdim=True) / FP8_MAX)
     assert torch.equal(quantised.view(torch.uint8), (many / scales).to(FP8).view(torch.uint8))
+
+
+SCALED = "float8_e4m3fn weights 48 x 96 for %s: torch._scaled_mm, scales %s"
+
+
+def weight_of(algo: str, dtype: torch.dtype, rows: int = 48, columns: int = 96) -> QuantisedWeight:
+    torch.manual_seed(0)
+    return quantise(torch.randn(rows, columns).to(dtype).to(DEVICE), QuantConfig(algo, group_size=32))
+
+
+def is_right(linears: QuantisedLinears, weight: QuantisedWeight, rows: int, *, rounded: bool) -> bool:
+    """rounded: whether rows of x are rounded to 8-bit floats."""
+    dtype = weight.scales.dtype
+    x = torch.randn(rows, 2 * weight.shape[1]).to(dtype).to(DEVICE)[:, : weight.shape[1]]
+    bias = torch.randn(weight.shape[0]).to(dtype).to(DEVICE)
+    values, scales = quantise_rows(x)
+    wide = values.float() * scales if rounded else x.float()
+    want = wide @ weight.wide().float().T + bias.float()
+    packed = linears.pack(weight)
+    got, plain = linears(x, packed, bias), linears(x, packed, None)
+    assert (got.dtype, got.shape) == (dtype, want.shape)
+    tolerance = {"rtol": 0.01, "atol": 0.02 * float(want.abs().max())}
+    return all(torch.allclose(one.float(), want, **tolerance) for one in (got, plain + bias))
+
+
+@pytest.mark.parametrize("rows", [1, 70, 300])
+@pytest.mark.parametrize(
+    ("algo", "dtype"),
+    [
+        ("W8A16", torch.bfloat16),
+        ("W8A16", torch.float32),
+        ("W4A16", torch.float16),
+        ("W4A16", torch.bfloat16),
+    ],
+)
+def test_weights_are_widened_for_few_rows_and_for_many(algo: str, dtype: torch.dtype, rows: int) -> None:
+    assert is_right(QuantisedLinears(), weight_of(algo, dtype), rows, rounded=False)
+
+
+@pytest.mark.parametrize(("dtype", "where"), [(torch.bfloat16, "inside"), (torch.float16, "afterwards")])
+def test_torch_multiplies_eight_bit_floats(
+    dtype: torch.dtype, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "manylora")
+    linears = QuantisedLinears()
+    for count in (1, 70):
+        assert is_right(linears, weight_of("FP8", dtype), count, rounded=True)
+    assert [record.getMessage() for record in caplog.records] == [SCALED % (dtype, where)], "said once"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parity import linear_names
 from running import answers, check_greedy
 from safetensors.torch import load_file, save_file
 from selection import extended
@@ -32,16 +33,12 @@ from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Request, SamplingConfig
 
 NEW = 7
-T5 = ("q", "k", "v", "o", "wi", "wo")
-T5_GATED = ("q", "k", "v", "o", "wi_0", "wi_1", "wo")
-BART = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-LINEARS = {"t5": T5, "t5-v1.1": T5_GATED, "mt5": T5_GATED, "bart": BART, "bart-scaled-untied": BART}
 Ids = tuple[int, ...]
 
 
-def kinds(family: str) -> dict[str, dict[str, Any]]:
-    names = LINEARS[family]
-    cross = ("encoder_attn" if names is BART else "EncDecAttention") + "." + names[0]
+def kinds(model: Path) -> dict[str, dict[str, Any]]:
+    names = linear_names(read_model_config(model)).linears
+    cross = ("encoder_attn" if "fc1" in names else "EncDecAttention") + "." + names[0]
     return {
         "every linear layer": {"rank": 5, "modules": names},
         "rank 64, cross-attention": {"rank": 64, "modules": (cross, cross[: -len(names[0])] + names[3])},
@@ -62,7 +59,7 @@ class World:
         self.modules = lora_modules(self.config)
         self.adapters: dict[int, Path] = {}
         self.inputs: dict[int, LoraInput] = {}
-        for task_id, options in enumerate(kinds(family).values(), 1):
+        for task_id, options in enumerate(kinds(self.model).values(), 1):
             self.adapters[task_id] = make_adapter(path / f"a{task_id}", self.model, task_id, **options)
             tensors = read_adapter_folder(self.adapters[task_id], BaseWeights(self.model), self.modules)
             self.inputs[task_id] = LoraInput(task_id, *tensors)

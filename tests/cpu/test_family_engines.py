@@ -31,7 +31,10 @@ FAMILIES = (
     "qwen3.5-moe", "lfm2", "granite4", "granite4-moe", "nemotron-h", "nemotron-h-moe",
     "nemotron-h-moe-latent", "falcon-h1",
 )  # fmt: skip
-SETTINGS: dict[str, dict[str, Any]] = {"llama4": {"tokens_per_block": 12}}  # chunks end within a block
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama4": {"tokens_per_block": 12},  # chunks end within a block
+    "qwen3.5": {"enable_overlap": True},
+}
 PLAIN = ("gate_proj", "up_proj", "down_proj")
 OF_QWEN = (*(f"shared_expert.{name}" for name in PLAIN), "shared_expert_gate")
 SHARED_EXPERTS = {

@@ -1,5 +1,5 @@
 """Protects gpt-oss: engines that decode with sinks beside windows, MXFP4 experts value for value, adapters by
-each name that trainers write, and its chat template."""
+each name that trainers write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tiny_models import make_adapter, make_model, read_adapter_folder, reference
 from manylora.checkpoints.quant.layouts import mxfp4
 from manylora.doors.cli.build import main as build
 from manylora.errors import AdapterInvalidError, ConfigError
-from manylora.generation.chat_template import ChatTemplate
 from manylora.kernels.device import open_device
 from manylora.kernels.panels import PanelsLinear, to_panels
 from manylora.kernels.products import FORMS
@@ -32,22 +31,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 WEIGHTS = "adapter_model.safetensors"
-# As released: macros, a date, channels, and what a chat may set.
-HARMONY = """
-{%- macro system() -%}
-Current date: {{ strftime_now("%Y-%m-%d") }}
-{% if reasoning_effort is not defined %}{% set reasoning_effort = "medium" %}{% endif -%}
-Reasoning: {{ reasoning_effort }}
-# Valid channels: analysis, commentary, final.{% endmacro -%}
-<|start|>system<|message|>{{ system() }}<|end|>
-{%- for message in messages -%}
-{%- if message.role == "assistant" and "thinking" in message -%}
-<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>
-{%- elif message.role == "assistant" -%}
-<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>
-{%- else -%}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
 
 @pytest.fixture(scope="module")
@@ -172,11 +155,3 @@ def test_stacked_rows_are_not_guessed(adapter: Path, tmp_path: Path) -> None:
     (copy / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(AdapterInvalidError, match=r"in which order the rows .* \(--base\)"):
         read_adapter_folder(copy)
-
-
-def test_a_harmony_template_renders(tmp_path: Path) -> None:
-    template = ChatTemplate.read(tmp_path, {"chat_template": HARMONY})
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
-    text = template.render([*chat, {"role": "user", "content": "Go"}], variables={"reasoning_effort": "low"})
-    assert "Reasoning: low" in text and text.endswith("<|message|>Go<|end|><|start|>assistant")
-    assert "<|start|>assistant<|channel|>final<|message|>Yes?<|end|>" in text

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, agree
-from quantised_checkpoints import KINDS, Kind, make_pair
-from running import check_greedy, tokens
+from quantised_checkpoints import KINDS, make_pair
+from running import tokens
 from safetensors.torch import load_file, save_file
-from tiny_models import make_adapter, reference_logits
+from tiny_models import reference_logits
 
-from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, QuantConfig, SamplingParams
+from manylora import QuantConfig
 from manylora.cli import main
 from manylora.errors import ConfigError
 from manylora.kernels.device import open_device
@@ -46,31 +46,6 @@ def test_logits_equal_those_of_the_wide_values(name: str, tmp_path: Path) -> Non
     for ids, found, again in zip(sequences, logits_of(decoder, *sequences), of_built, strict=True):
         assert agree(found, reference_logits(wide, None, ids))
         assert torch.equal(found, again)
-
-
-@pytest.mark.parametrize("kind", [KINDS["awq"], KINDS["gptq in order"], KINDS["packed 8"]])
-def test_layers_that_were_left_plain_are_read_as_they_are(kind: Kind, tmp_path: Path) -> None:
-    """One of three that are fused here, too."""
-    quantised, wide = make_pair(tmp_path, kind, plain=(".v_proj.weight", ".1.mlp.down_proj.weight"))
-    built = tmp_path / "built"
-    assert main(["build", "--model_dir", str(quantised), "--output_dir", str(built)]) == 0
-    for model in (quantised, built):
-        [found] = logits_of(decoder_of(model), tokens(30))
-        assert agree(found, reference_logits(wide, None, tokens(30)))
-
-
-def test_the_engine_answers_with_adapters(tmp_path: Path) -> None:
-    quantised, wide = make_pair(tmp_path, KINDS["gptq in order"], seed=6)
-    modules = ["q_proj", "v_proj", "down_proj"]
-    adapter = make_adapter(tmp_path / "adapter", wide, 1, rank=4, modules=modules)
-    lora = LoraConfig(lora_target_modules=["attn_q", "attn_v", "mlp_4h_to_h"], max_lora_rank=8)
-    prompt, params = tokens(20), SamplingParams(max_tokens=12, ignore_eos=True)
-    cache = KvCacheConfig(max_tokens=256)
-    with LLM(quantised, device="cpu", lora_config=lora, kv_cache_config=cache) as llm:
-        requests = [None, LoRARequest("one", 1, str(adapter))]
-        outputs = llm.generate([prompt] * 2, params, requests, False)
-    for given, output in zip((None, adapter), outputs, strict=True):
-        check_greedy(output.outputs[0].token_ids, 12, wide, given, prompt)
 
 
 def test_a_directory_of_the_first_writers_of_gptq(tmp_path: Path) -> None:

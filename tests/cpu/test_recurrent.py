@@ -105,16 +105,6 @@ def test_any_mixture_leaves_every_slot_in_its_place(seed: int, served: Any) -> N
         model.check([found[handle]], [one])
 
 
-def test_overlapped_steps_give_the_same_tokens(served: Any) -> None:
-    model = served("qwen3.5")
-    wanted = [(tokens(length, length), number % 3) for number, length in enumerate((21, 60, 33, 5))]
-    engine = model.engine(enable_overlap=True, max_num_tokens=40)
-    found = [answers(engine, *(request(*one) for one in wanted)) for _ in range(2)]
-    engine.close()
-    model.check(found[0], wanted)
-    assert found[1] == found[0]
-
-
 def test_what_cannot_be_served_is_refused(served: Any) -> None:
     model = served("qwen3.5")
     engine = model.engine()

@@ -1,5 +1,5 @@
-"""Protects Gemma 3n: its engine gives transformers' tokens whatever is in a step and however prompts are cut,
-its text tower is served without the others, and what adapters may not have is refused by name."""
+"""Protects what Gemma 3n and 4 alone have: a text tower beside others, keys that layers share or that are
+values, and what adapters may not have there."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from parity import read_from
 from running import tokens
 from safetensors.torch import load_file, save_file
 from test_family_engines import Served
-from tiny_models import make_adapter, make_tuned, reference_logits
+from tiny_models import make_adapter, make_model, make_tuned, reference_logits
 
 from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.sources import find_source, read_lora
 from manylora.adapters.modules import LoraModuleId, lora_modules
+from manylora.adapters.report import BaseModel, inspect_adapter
 from manylora.adapters.rules import AdapterRules
+from manylora.config.engine import LoraCacheConfig
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
@@ -103,3 +105,30 @@ def test_what_adapters_may_not_have(served: Served, tmp_path: Path) -> None:
     )
     with pytest.raises(AdapterInvalidError, match="not supported on models with per-layer embeddings"):
         read_lora(find_source(prompt), 0, ReadOptions(modules))
+
+
+def test_an_adapter_of_values_that_are_keys_is_refused(workshop: Path, tmp_path: Path) -> None:
+    model = make_model(workshop / "gemma4", "gemma4", seed=6)
+    adapter = make_adapter(tmp_path / "a", model, 1, 4, ("q_proj", "k_proj", "down_proj"))
+    folder = tmp_path / "7"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text())
+    weights = load_file(adapter / "adapter_model.safetensors")
+    keys = {key: value for key, value in weights.items() if "layers.1.self_attn.k_proj" in key}
+    assert keys
+    save_file({**weights, **{key.replace("k_proj", "v_proj"): v.clone() for key, v in keys.items()}},
+              folder / "adapter_model.safetensors", {"format": "pt"})  # fmt: skip
+    base = BaseModel(model, read_model_config(model), LoraCacheConfig())
+    assert inspect_adapter(adapter, base).problem is None
+    problem = inspect_adapter(folder, base).problem
+    assert problem is not None and "layer 1 of this model has no module attn_v" in problem
+
+
+def test_the_keys_of_the_first_gemma4(workshop: Path, tmp_path: Path) -> None:
+    """`global_head_dim` where transformers writes `per_layer_config`."""
+    model = make_model(workshop / "gemma4-keys", "gemma4")
+    raw = json.loads((model / "config.json").read_text())
+    raw.pop("per_layer_config")
+    raw |= {"global_head_dim": 40, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_model_config(tmp_path).layer_shapes == read_model_config(model).layer_shapes

@@ -112,7 +112,7 @@ def _layer(block: Block | AltUpBlock) -> LayerParts | None:
     attention, mlp = block.attention, block.mlp
     if isinstance(block, AltUpBlock) or not isinstance(attention, Attention) or not isinstance(mlp, Mlp):
         return None
-    if not mlp.gated or mlp.activation not in GATES:
+    if attention.shares or not mlp.gated or mlp.activation not in GATES:
         return None
     if any(one is not None for one in (mlp.cutoff, attention.params.sinks, attention.v_norm)):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,10 +18,9 @@ from manylora.config.blocks import (
     LayerInputsConfig,
     Mamba2Config,
 )
-from manylora.config.model import ModelConfig, MoeConfig
+from manylora.config.model import MoeConfig
 from manylora.kernels.recurrent import DeltaWeights, Mamba2Weights
-from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget
+from manylora.kernels.spec import AttentionParams, LoraTarget
 from manylora.model.altup import AltUp, AltUpBlock, Laurel
 from manylora.model.families.family import TensorNames
 from manylora.model.latent import Expansion, LatentAttention
@@ -35,37 +34,10 @@ from manylora.model.layers import (
     LoraLinear,
     Mlp,
     Norm,
-    Rotation,
 )
 from manylora.model.moe import Experts, ExpertsBesideMlp, Moe, Router, SharedExpert, WideRouter
 from manylora.model.recurrent import RecurrentLayer, mamba2_factors, mamba2_weights
 from manylora.model.transformer import Transformer, gate_up
-
-
-@dataclass(frozen=True)
-class SharedKvAttention:
-    """Grouped-query attention over keys and values of another layer, which ran earlier in this step."""
-
-    config: ModelConfig
-    ops: ReferenceOps
-    q: LoraLinear
-    out: LoraLinear
-    q_norm: Norm | None
-    params: AttentionParams
-    rotary: int
-
-    def __call__(
-        self, x: Tensor, rotation: Rotation, batch: AttentionBatch, lora: LoraBatch | None, kv: Tensor
-    ) -> Tensor:
-        """x [T, hidden] -> [T, hidden]. kv: the other layer's part of the cache."""
-        rows, config = x.shape[0], self.config
-        q = self.q(x, lora).view(rows, config.num_heads, config.head_dim)
-        if self.q_norm is not None:
-            q = self.q_norm(q, lora)
-        if rotation.rotary is not None:
-            q = self.ops.rotate_queries(q, rotation.rotary)
-        mixed = self.ops.attention(q, kv[0], kv[1], batch, self.params)
-        return self.out(mixed.reshape(rows, config.q_size), lora)
 
 
 class DecoderLayers(Transformer):
@@ -167,20 +139,18 @@ class DecoderLayers(Transformer):
         sinks = self._weights.get(f"{layer}.sinks")
         sinks = None if sinks is None else sinks.float()
         params = AttentionParams(scale, window, config.attention_softcap, sinks)
-        out = self._one(layer, "out", LoraModuleId.ATTN_DENSE)
-        if layer in config.kv_readers:
-            q = self._one(layer, "q", LoraModuleId.ATTN_Q, config.q_size)
-            return SharedKvAttention(config, self._ops, q, out, q_norm, params, rotary)
+        shares = layer in config.kv_readers
         return Attention(
             config,
             self._ops,
-            qkv=self._qkv(layer),
-            out=out,
+            qkv=self._one(layer, "q", LoraModuleId.ATTN_Q, config.q_size) if shares else self._qkv(layer),
+            out=self._one(layer, "out", LoraModuleId.ATTN_DENSE),
             q_norm=q_norm,
             k_norm=k_norm,
             params=params,
             rotary=rotary,
-            v_norm=plain if config.v_norm else None,
+            v_norm=plain if config.v_norm and not shares else None,
+            shares=shares,
         )
 
     def _latent_attention(self, layer: int, latent: LatentConfig) -> LatentAttention:

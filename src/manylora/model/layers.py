@@ -104,6 +104,7 @@ class Attends(Protocol):
 class Attention:
     """Grouped-query attention over paged keys and values; in an encoder, within whole prompts, uncached.
     q_norm, k_norm: over head_dim, or over all heads if config.qk_norm is `all`. rotary: index; -1: none.
+    shares: it has only queries, over keys and values of another layer, which ran earlier in this step.
     """
 
     config: ModelConfig
@@ -115,6 +116,7 @@ class Attention:
     params: AttentionParams
     rotary: int = -1
     v_norm: Norm | None = None
+    shares: bool = False
 
     def __call__(
         self,
@@ -125,6 +127,11 @@ class Attention:
         kv: Tensor,
     ) -> Tensor:
         config, ops, rows = self.config, self.ops, x.shape[0]
+        if self.shares:
+            q = self.qkv(x, lora).view(rows, config.num_heads, config.head_dim)
+            q = q if self.q_norm is None else self.q_norm(q, lora)
+            q = q if rotation.rotary is None else ops.rotate_queries(q, rotation.rotary)
+            return self.out(ops.attention(q, kv[0], kv[1], batch, self.params).flatten(1), lora)
         if config.keys_are_values:
             q, k = self.qkv(x, lora).split((config.q_rows, config.kv_size), dim=-1)
             v = k

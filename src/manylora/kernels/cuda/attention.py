@@ -165,12 +165,6 @@ def most_parts(kv_heads: int) -> int:
     return min(MOST_PARTS, max(FEWEST_PARTS, 1 << max(1, PROGRAMS // kv_heads).bit_length() - 1))
 
 
-def parts_within(longest: int, part_keys: int, kv_heads: int, window: int | None = None) -> int:
-    """Upper bound of parts for a sequence of up to `longest` keys, with at least part_keys keys per part."""
-    keys = longest if window is None else min(longest, window + part_keys)
-    return min(most_parts(kv_heads), -(-keys // part_keys))
-
-
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, params: AttentionParams
 ) -> Tensor:
@@ -207,7 +201,8 @@ def _launch(
         start, stop, block_m = batch.tilings[kv_heads, dim]
         tiles, blocks = batch.tiles[start:stop], prompt_blocks(block_m, block_d, q.dtype)
     window, softcap = params.window, params.softcap
-    parts = parts_within(batch.max_keys, batch.part_keys, kv_heads, window) if split else 1
+    keys = batch.max_keys if window is None else min(batch.max_keys, window + batch.part_keys)
+    parts = min(most_parts(kv_heads), -(-keys // batch.part_keys)) if split else 1
     size = (tiles.shape[0], parts, heads) if split else (0,)
     part_top, part_sum = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in "ab")
     part_out = torch.empty((*size, dim), dtype=torch.float32, device=q.device)

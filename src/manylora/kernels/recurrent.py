@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -149,18 +150,15 @@ def delta_rule(
     x: Tensor, gates: Tensor, weights: DeltaWeights, state: RecurrentState, batch: StateBatch
 ) -> Tensor:
     """As `ReferenceOps.delta_rule`."""
-
-    def run(rows: Sequence[Tensor], inputs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, gates = rows
-        return _run_delta(x, gates, weights, inputs, memory)
-
+    run = partial(_run_delta, weights=weights)
     return run_rows((x.float(), gates.float()), state, batch, run).to(x.dtype)
 
 
 def _run_delta(
-    x: Tensor, gates: Tensor, weights: DeltaWeights, inputs: Tensor, memory: Tensor
+    rows: Sequence[Tensor], inputs: Tensor, memory: Tensor, weights: DeltaWeights
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [B, n, channels + values], gates [B, n, 2 * heads] -> output [B, n, values] and both new states."""
+    x, gates = rows
     heads, dim, size = weights.value_heads, weights.value_dim, weights.key_size
     count, keys = x.shape[1], (weights.key_heads, weights.key_dim)
     raw, z = x[..., : weights.channels], x[..., weights.channels :].unflatten(-1, (heads, dim))
@@ -230,18 +228,14 @@ class Mamba2Weights:
 
 def mamba2(x: Tensor, weights: Mamba2Weights, state: RecurrentState, batch: StateBatch) -> Tensor:
     """As `ReferenceOps.mamba2`."""
-
-    def run(rows: Sequence[Tensor], inputs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _run_mamba(rows[0], weights, inputs, memory)
-
-    return run_rows((x.float(),), state, batch, run).to(x.dtype)
+    return run_rows((x.float(),), state, batch, partial(_run_mamba, weights=weights)).to(x.dtype)
 
 
 def _run_mamba(
-    x: Tensor, weights: Mamba2Weights, inputs: Tensor, memory: Tensor
+    rows: Sequence[Tensor], inputs: Tensor, memory: Tensor, weights: Mamba2Weights
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [B, n, values + channels + heads] -> output [B, n, values] and both new states."""
-    values, keys = weights.value_size, weights.groups * weights.state_dim
+    (x,), values, keys = rows, weights.value_size, weights.groups * weights.state_dim
     count, heads = x.shape[1], weights.heads
     z, raw, d = x.split((values, weights.channels, heads), dim=-1)
     seen = torch.cat((inputs, raw), dim=1)
@@ -258,8 +252,8 @@ def _run_mamba(
     else:
         parts = []
         for first in range(0, count, CHUNK):
-            rows = slice(first, first + CHUNK)
-            part, memory = _chunk(fade[:, rows], added[:, rows], b[:, rows], c[:, rows], memory)
+            some = slice(first, first + CHUNK)
+            part, memory = _chunk(fade[:, some], added[:, some], b[:, some], c[:, some], memory)
             parts.append(part)
         y = torch.cat(parts, dim=1)
     y = (y + weights.skip[:, None] * v).flatten(2)

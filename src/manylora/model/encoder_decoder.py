@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,17 +76,13 @@ class Layer:
     cross_norm: Norm | None
     mlp_norm: Norm
 
-    def attend(self, x: Tensor, lora: LoraBatch | None, mix: Mix) -> Tensor:
-        return self._add(x, self.attention_norm, lora, lambda x: self.attention(x, lora, mix))
-
-    def cross_attend(
-        self, x: Tensor, groups: Sequence[PagedGroup], lora: LoraBatch | None, kv: Tensor, scale: float
+    def __call__(
+        self, x: Tensor, lora: LoraBatch | None, mix: Mix, cross: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        cross, norm = self.cross, self.cross_norm
-        assert cross is not None and norm is not None
-        return self._add(x, norm, lora, lambda x: cross(x, groups, lora, kv, scale))
-
-    def feed_forward(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        """cross: attention to the encoder's output."""
+        x = self._add(x, self.attention_norm, lora, lambda x: self.attention(x, lora, mix))
+        if cross is not None and self.cross_norm is not None:
+            x = self._add(x, self.cross_norm, lora, cross)
         return self._add(x, self.mlp_norm, lora, lambda x: self.mlp(x, lora))
 
     def _add(self, x: Tensor, norm: Norm, lora: LoraBatch | None, part: Callable[[Tensor], Tensor]) -> Tensor:
@@ -153,8 +150,7 @@ class EncoderDecoder(Transformer):
 
         x = self._enter(batch, stack)
         for layer in stack.layers:
-            x = layer.attend(x, batch.lora, mix)
-            x = layer.feed_forward(x, batch.lora)
+            x = layer(x, batch.lora, mix)
         x = self._encoded(x, batch)
         for number, layer in enumerate(self._decoder.layers):
             assert layer.cross is not None
@@ -171,7 +167,11 @@ class EncoderDecoder(Transformer):
             groups = paged_groups(batch.attention, size, self.dtype, stack.bias, causal=True)
         x = self._enter(batch, stack)
         for layer, pages in zip(stack.layers, kv, strict=True):
-            x = self._decode(layer, x, batch, pages, groups, cross_groups)
+            assert layer.cross is not None
+            mix = partial(self._mix, batch=batch, kv=pages, groups=groups)
+            scale, lora = self._attention_scale, batch.lora
+            cross = partial(layer.cross, groups=cross_groups, lora=lora, kv=pages, scale=scale)
+            x = layer(x, lora, mix, cross)
         return self._logits(x, batch)
 
     def _encoded(self, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -198,24 +198,14 @@ class EncoderDecoder(Transformer):
             logits[first, forced] = 0
         return logits
 
-    def _decode(
-        self,
-        layer: Layer,
-        x: Tensor,
-        batch: ForwardBatch,
-        kv: Tensor,
-        groups: Sequence[PagedGroup],
-        cross_groups: Sequence[PagedGroup],
+    def _mix(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, kv: Tensor, groups: Sequence[PagedGroup]
     ) -> Tensor:
-        def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q = self._ops.rotate_and_store(q.contiguous(), k, v, None, kv[0], kv[1], batch.attention)
-            if groups:
-                return attend_groups(q, kv[0], kv[1], groups, self._attention_scale)
-            return self._ops.attention(q, kv[0], kv[1], batch.attention, self._params)
-
-        x = layer.attend(x, batch.lora, mix)
-        x = layer.cross_attend(x, cross_groups, batch.lora, kv, self._attention_scale)
-        return layer.feed_forward(x, batch.lora)
+        """In the decoder. groups: with a bias on the scores; empty: without one."""
+        q = self._ops.rotate_and_store(q.contiguous(), k, v, None, kv[0], kv[1], batch.attention)
+        if groups:
+            return attend_groups(q, kv[0], kv[1], groups, self._attention_scale)
+        return self._ops.attention(q, kv[0], kv[1], batch.attention, self._params)
 
     def _enter(self, batch: ForwardBatch, stack: Stack) -> Tensor:
         x = self._embed_tokens(batch, stack.embedding, f"{stack.name}.embed")

@@ -104,13 +104,8 @@ def read_mamba(
     )
     if heads * dim != size:
         raise ConfigError(f"config.json: mamba_n_heads {heads} times mamba_d_head {dim} must be {size}")
-    return checked_mamba(mamba, raw["hidden_act"])
-
-
-def checked_mamba(mamba: Mamba2Config, activation: str) -> Mamba2Config:
-    """Returns `mamba` if it is supported. activation: of the convolution. Raises ConfigError."""
-    if read_activation(activation) != "silu":
-        raise ConfigError(f"config.json: Mamba with {activation!r} is not supported; with silu it is")
+    if read_activation(raw["hidden_act"]) != "silu":
+        raise ConfigError(f"config.json: Mamba with {raw['hidden_act']!r} is not supported; with silu it is")
     sizes = (mamba.heads, mamba.groups, mamba.head_dim, mamba.state_dim)
     if min(sizes) < 1 or mamba.taps < 2 or mamba.heads % mamba.groups:
         raise ConfigError(
@@ -133,6 +128,12 @@ NEMOTRON_H = {
 NEMOTRON_H_ALIASES = {
     "layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min", "mamba_conv_bias": "use_conv_bias",
+}  # fmt: skip
+# Their names in other families.
+MAMBA_NAMES = {
+    "mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head", "n_groups": "mamba_n_groups",
+    "ssm_state_size": "mamba_d_state", "conv_kernel": "mamba_d_conv", "use_conv_bias": "mamba_conv_bias",
+    "use_bias": "mamba_proj_bias", "mamba_hidden_act": "hidden_act",
 }  # fmt: skip
 LAYER_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 DEFAULT_LAYER_TYPES = ["linear_attention", "moe", "full_attention", "mlp"]
@@ -180,21 +181,10 @@ def _nemotron_h(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
     mixed = layers["linear_attention"] | layers["full_attention"]
     every = frozenset(range(raw["num_hidden_layers"]))
-    mamba = moe = None
-    if layers["linear_attention"]:
-        mamba = Mamba2Config(
-            layers["linear_attention"],
-            raw["mamba_num_heads"],
-            raw["n_groups"],
-            raw["mamba_head_dim"],
-            raw["ssm_state_size"],
-            raw["conv_kernel"],
-            conv_bias=bool(raw["use_conv_bias"]),
-            biased=bool(raw["use_bias"]),
-            out_biased=bool(raw["use_bias"]),
-            steps=(float(raw["time_step_min"]), float("inf")),
-        )
-        mamba = checked_mamba(mamba, raw["mamba_hidden_act"])
+    sizes = {ours: raw[theirs] for theirs, ours in MAMBA_NAMES.items()}
+    sizes["time_step_limit"] = raw["time_step_min"], float("inf")
+    mamba = read_mamba(sizes, layers["linear_attention"], raw["mamba_num_heads"] * raw["mamba_head_dim"])
+    moe = None
     if layers["moe"]:
         refuse(raw, "mlp_bias")
         routing = RoutingConfig(

@@ -127,18 +127,16 @@ LFM2_NAMES = TensorNames(
 
 
 def _lfm2(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_lfm2_layers(raw), "intermediate_size": _inner_size(raw)}
+
+
+def _lfm2_layers(raw: Mapping[str, Any]) -> dict[str, Any]:
     refuse(raw, "conv_bias")
-    return {
-        "norm_eps": raw["norm_eps"],
-        "qk_norm": "head",
-        "recurrent": _convolutions(raw),
-        "intermediate_size": _inner_size(raw),
-    }
+    return {"norm_eps": raw["norm_eps"], "qk_norm": "head", "recurrent": _convolutions(raw)}
 
 
 def _lfm2_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
     """All layers except the first ones have experts."""
-    refuse(raw, "conv_bias")
     layers = frozenset(range(raw["num_dense_layers"], raw["num_hidden_layers"]))
     routing = RoutingConfig(
         "sigmoid", bool(raw["use_expert_bias"]), scale=float(raw["routed_scaling_factor"]), added=1e-6
@@ -147,12 +145,7 @@ def _lfm2_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
         raw["num_experts"], raw["num_experts_per_tok"], raw["moe_intermediate_size"],
         bool(raw["norm_topk_prob"]), layers, routing=routing,
     )  # fmt: skip
-    return {
-        "norm_eps": raw["norm_eps"],
-        "qk_norm": "head",
-        "recurrent": _convolutions(raw),
-        "moe": checked_moe(moe) if layers else None,
-    }
+    return {**_lfm2_layers(raw), "moe": checked_moe(moe) if layers else None}
 
 
 def _convolutions(raw: Mapping[str, Any]) -> ConvConfig | None:

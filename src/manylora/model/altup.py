@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manylora.adapters.modules import LoraModuleId
-from manylora.config.blocks import AltUpConfig
 from manylora.kernels.spec import LoraBatch
 from manylora.model.layers import AddInput, Attends, FeedForward, LogitRows, LoraLinear, Norm
 
@@ -126,14 +124,6 @@ class AltUpBlock:
             first = first * self.altup.scale
         streams[:, 1:] += self.add_input(first, own, lora).unsqueeze(1)
         return streams, None
-
-
-def make_streams(config: AltUpConfig, linear: Callable[[int, str, int], LoraLinear]) -> Streams:
-    """linear: creates a linear layer, from the layer that stores its adapter rows, our name, and a module."""
-    numbers = range(config.streams - 1)
-    enter = (linear(n, f"altup.enter.{n}", LoraModuleId.ALTUP_PROJECTIONS) for n in numbers)
-    leave = (linear(n, f"altup.leave.{n}", LoraModuleId.ALTUP_UNEMBED_PROJECTIONS) for n in numbers)
-    return Streams(tuple(enter), tuple(leave))
 
 
 def _magnitude(x: Tensor) -> Tensor:

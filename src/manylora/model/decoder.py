@@ -22,7 +22,7 @@ from manylora.kernels.panels import Panels
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, LoraBatch, Weight
-from manylora.model.altup import AltUpBlock, make_streams
+from manylora.model.altup import AltUpBlock, Streams
 from manylora.model.attend import RelativeBias
 from manylora.model.batch import ForwardBatch, HiddenRows, KvTensors
 from manylora.model.decoder_layers import DecoderLayers
@@ -165,7 +165,12 @@ class Decoder(DecoderLayers):
             self._places |= {layer: self._places[config.kv_sources[layer]] for layer in config.kv_readers}
         self._state_places = {layer: place for place, layer in enumerate(self._recurrent)}
         self._layer_inputs = self._make_layer_inputs(config.layer_inputs)
-        self._streams = None if config.altup is None else make_streams(config.altup, self._outer_linear)
+        self._streams: Streams | None = None
+        if config.altup is not None:
+            others, linear, module = range(config.altup.streams - 1), self._outer_linear, LoraModuleId
+            enter = (linear(n, f"altup.enter.{n}", module.ALTUP_PROJECTIONS) for n in others)
+            leave = (linear(n, f"altup.leave.{n}", module.ALTUP_UNEMBED_PROJECTIONS) for n in others)
+            self._streams = Streams(tuple(enter), tuple(leave))
         self._rotary: list[RotaryTable] = []
         if not config.learned_positions:
             ropes = [make_rope(self._rotated(0), self._device)]

@@ -187,13 +187,11 @@ def _llama4(raw: Mapping[str, Any]) -> dict[str, Any]:
     step, layers, inner = raw["interleave_moe_layer_step"], raw["moe_layers"], raw["intermediate_size"]
     if layers is None:
         layers = range(step - 1, count, step)
-    moe = None
-    if list(layers):
-        moe = MoeConfig(
-            raw["num_local_experts"], raw["num_experts_per_tok"], inner, norm_topk_prob=False,
-            layers=frozenset(layers), shared_intermediate_size=inner, shared_gated=False,
-            routing=RoutingConfig("top"), transposed=True,
-        )  # fmt: skip
+    moe = MoeConfig(
+        raw["num_local_experts"], raw["num_experts_per_tok"], inner, norm_topk_prob=False,
+        layers=frozenset(layers), shared_intermediate_size=inner, shared_gated=False,
+        routing=RoutingConfig("top"), transposed=True,
+    )  # fmt: skip
     return {
         **read_biases(raw),
         "intermediate_size": raw["intermediate_size_mlp"],
@@ -202,7 +200,7 @@ def _llama4(raw: Mapping[str, Any]) -> dict[str, Any]:
         "unrotated_growth": (float(raw["attn_scale"]), int(raw["floor_scale"])) if tuned else None,
         "attention_chunk": raw["attention_chunk_size"] if any(chunked) else None,
         "qk_norm": "plain" if raw["use_qk_norm"] else "",
-        "moe": None if moe is None else checked_moe(moe),
+        "moe": checked_moe(moe),
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from manylora.config.blocks import RoutingConfig
@@ -59,16 +58,16 @@ ERNIE_NAMES = TensorNames(
 MIXTRAL = TensorNames(sparse="block_sparse_moe", expert_up_gate=("w3", "w1"), expert_down="w2")
 
 
-def _everywhere(raw: Mapping[str, Any], count: int, normalised: bool = True) -> MoeConfig:
-    layers, inner = frozenset(range(raw["num_hidden_layers"])), raw["intermediate_size"]
-    return checked_moe(MoeConfig(count, raw["num_experts_per_tok"], inner, normalised, layers))
+def _everywhere(raw: Mapping[str, Any], count: int, **more: Any) -> MoeConfig | None:
+    sizes = count, raw["num_experts_per_tok"], raw["intermediate_size"]
+    more = {"norm_topk_prob": True, "layers": frozenset(range(raw["num_hidden_layers"])), **more}
+    return checked_moe(MoeConfig(*sizes, **more))
 
 
-def granite_experts(raw: Mapping[str, Any]) -> MoeConfig:
+def granite_experts(raw: Mapping[str, Any]) -> MoeConfig | None:
     """Granite's experts, which are weighted by the softmax over the chosen experts' scores."""
-    shared = raw.get("shared_intermediate_size") or 0
-    moe = _everywhere(raw, raw["num_local_experts"])
-    return replace(moe, shared_intermediate_size=shared, shared_gated=False)
+    shared = {"shared_intermediate_size": raw.get("shared_intermediate_size") or 0, "shared_gated": False}
+    return _everywhere(raw, raw["num_local_experts"], **shared)
 
 
 def _ernie(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +81,7 @@ def _ernie(raw: Mapping[str, Any]) -> dict[str, Any]:
     moe = MoeConfig(
         raw["moe_num_experts"], raw["moe_k"], inner, True, layers, shared, shared_gated=False, routing=routing
     )
-    return {"rope_interleaved": True, "moe": checked_moe(moe) if layers else None}
+    return {"rope_interleaved": True, "moe": checked_moe(moe)}
 
 
 def _qwen2_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,13 +105,14 @@ def qwen_experts(raw: Mapping[str, Any], shared: int = 0) -> MoeConfig | None:
         raise ConfigError(f"config.json: decoder_sparse_step must be at least 1, got {step}")
     numbers = range(raw["num_hidden_layers"])
     layers = frozenset(i for i in numbers if count > 0 and i not in plain and (i + 1) % step == 0)
-    if not layers:
-        return None
     sizes = count, raw["num_experts_per_tok"], raw["moe_intermediate_size"]
     return checked_moe(MoeConfig(*sizes, bool(raw["norm_topk_prob"]), layers, shared))
 
 
-def checked_moe(moe: MoeConfig) -> MoeConfig:
+def checked_moe(moe: MoeConfig) -> MoeConfig | None:
+    """None if no layer has experts. Raises ConfigError."""
+    if not moe.layers:
+        return None
     if not 1 <= moe.top_k <= moe.num_experts:
         raise ConfigError(
             f"config.json: num_experts_per_tok must be 1 to the number of experts ({moe.num_experts}), "
@@ -140,13 +140,13 @@ def _gpt_oss(raw: Mapping[str, Any]) -> dict[str, Any]:
     swiglu = float(raw["swiglu_alpha"]), float(raw["swiglu_limit"])
     if not swiglu[1] > 0:
         raise ConfigError(f"config.json: swiglu_limit must be more than 0, got {raw['swiglu_limit']!r}")
-    moe = _everywhere(raw, raw["num_local_experts"])
+    more = {"biased": True, "interleaved": True, "swiglu": swiglu}
     return {
         **read_biases(raw),
         "norm": "rms_wide",
         "attention_sinks": True,
         "sliding_windows": windows_but(raw, 2),
-        "moe": replace(moe, biased=True, interleaved=True, swiglu=swiglu),
+        "moe": _everywhere(raw, raw["num_local_experts"], **more),
     }
 
 
@@ -174,7 +174,7 @@ FAMILIES = {
             **read_biases(raw),
             "qk_norm": "all",
             "qkv_clip": raw["clip_qkv"],
-            "moe": _everywhere(raw, raw["num_experts"], bool(raw["norm_topk_prob"])),
+            "moe": _everywhere(raw, raw["num_experts"], norm_topk_prob=bool(raw["norm_topk_prob"])),
         },
         aliases={"num_local_experts": "num_experts"},
     ),

@@ -145,7 +145,7 @@ def _lfm2_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
         raw["num_experts"], raw["num_experts_per_tok"], raw["moe_intermediate_size"],
         bool(raw["norm_topk_prob"]), layers, routing=routing,
     )  # fmt: skip
-    return {**_lfm2_layers(raw), "moe": checked_moe(moe) if layers else None}
+    return {**_lfm2_layers(raw), "moe": checked_moe(moe)}
 
 
 def _convolutions(raw: Mapping[str, Any]) -> ConvConfig | None:

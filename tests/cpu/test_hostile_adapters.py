@@ -61,7 +61,7 @@ def attack(model_dir: Path, folder: Path, count: int) -> None:
     """In a process of its own: as engines here and servers before Triton read them, with little memory."""
     store = open_store(model_dir)
     reader = store.reader(store.modules)
-    options = ReadOptions(store.modules, BaseWeights(model_dir), store._parts.bounds, float8=False)
+    options = ReadOptions(store.modules, BaseWeights(model_dir), store._parts.options.bounds, float8=False)
     plain = AdapterReader(store.rules, options)
     for read in (reader.read, plain.read):
         read(good(folder / "good"))
@@ -104,11 +104,15 @@ def test_rows_of_a_request_are_counted_first(store: AdapterStore, rows: int) -> 
 
 def test_an_adapter_larger_than_the_cache_is_not_read(store: AdapterStore, tmp_path: Path) -> None:
     folder, numbers = good(tmp_path / "a"), 2 * 2 * 2 * HIDDEN
-    parts = replace(store._parts, bounds=replace(store._parts.bounds, elements=numbers))
-    assert parts.reader(store.modules).read(folder)
-    parts = replace(store._parts, bounds=replace(store._parts.bounds, elements=numbers - 1))
+    options = store._parts.options
+
+    def reader(elements: int) -> AdapterReader:
+        bounds = replace(options.bounds, elements=elements)
+        return AdapterReader(store.rules, replace(options, bounds=bounds))
+
+    assert reader(numbers).read(folder)
     with pytest.raises(AdapterInvalidError, match=rf"{numbers} numbers, at most {numbers - 1} can be held"):
-        parts.reader(store.modules).read(folder)
+        reader(numbers - 1).read(folder)
 
 
 def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(
@@ -151,7 +155,7 @@ def linked(tmp_path: Path) -> Path:
 def test_links_are_followed_within_the_roots_only(store: AdapterStore, linked: Path) -> None:
     inside, outside = linked / "models--one" / "snapshots" / "main", linked.parent / "outside"
     for roots in ([linked], [linked, outside]):
-        files = store._parts.reader(store.modules, roots)
+        files = store.reader(store.modules, roots)
         assert files.read(inside)
         for name in ("folder", "weights"):
             if outside in roots:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 
 import httpx2
 import pytest
+from forked import ForkServer
 from serving import DEMO, Running
+from turned_away import all_of
 from waiting import wait_for
 
 from manylora.doors.http.api.errors import ApiError
@@ -30,15 +32,16 @@ HASTY = {"header_timeout": 0.6, "body_timeout": 0.6, "keep_alive_timeout": 0.4, 
 
 @contextlib.contextmanager
 def limited(**limits: float) -> Iterator[Running]:
-    with Running(
+    running = Running(
         lora_root=(DEMO / "adapters",),
         max_connections=MOST,
         max_connections_per_address=MOST,
         max_header_bytes=8192,
         drain_seconds=1.0,
         **limits,
-    ) as running:
-        yield running
+    )
+    yield running
+    running.close()
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +65,6 @@ def send(client: socket.socket, *parts: bytes, pause: float = 0.0) -> None:
         for part in parts:
             client.sendall(part)
             time.sleep(pause)
-
-
-def all_of(client: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
-    found = b""
-    with contextlib.suppress(ConnectionResetError):
-        while piece := client.recv(65536):
-            found += piece
-    return found
 
 
 def completion(**fields: object) -> bytes:
@@ -243,6 +237,10 @@ def test_who_offers_another_protocol_is_answered_in_this_one(server: Running, pa
         send(client, CHUNKED.replace(JSON, JSON + offer) + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body), last)
         found = all_of(client)
     assert found.count(b"HTTP/1.1 200 OK") == found.count(b'"finish_reason":"length"') == 4
+
+
+def test_without_descriptors_clients_are_turned_away_and_the_rest_goes_on(forks: ForkServer) -> None:
+    assert forks.start("turned_away", []).wait(200) == 0
 
 
 def test_large_bodies_wait_for_each_other_and_small_ones_for_nobody() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import logging
+import os
 import socket
 import ssl
 import time
@@ -31,6 +32,7 @@ ADVICE = {  # by number of an error
     errno.EADDRINUSE: "; choose another port with --port, 0 for a free one",
     errno.EACCES: "; ports below 1024 are the system's: choose another with --port",
 }
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True)
@@ -99,17 +101,37 @@ class Listener(socket.socket):
     def __init__(self, clients: Clients, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._clients = clients
+        self._spare = os.open(os.devnull, os.O_RDONLY)  # closed to refuse a client when no descriptor is left
+        self._paused = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self._paused:
+            self._paused = False
+            raise BlockingIOError
+        try:
+            return self._admit(*super().accept())
+        except OSError as error:
+            if error.errno not in OUT_OF_RESOURCES:
+                raise
+            logger.error("a client was refused: %s", error.strerror)
+            # Without accepting it, asyncio would be offered it again and again.
+            if not self._refuse_one():
+                self._paused = True  # asyncio retries after a second, but first calls `backlog` times
+                raise
+        raise BlockingIOError
 
     def listen(self, backlog: int = BACKLOG) -> None:
         super().listen(BACKLOG)
 
     def close(self) -> None:
-        if self.family == socket.AF_UNIX and self.fileno() >= 0 and (name := self.getsockname()):
-            Path(name).unlink(missing_ok=True)
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+            if self.family == socket.AF_UNIX and (name := self.getsockname()):
+                Path(name).unlink(missing_ok=True)
         super().close()
 
-    def accept(self) -> tuple[socket.socket, Any]:
-        accepted, address = super().accept()
+    def _admit(self, accepted: socket.socket, address: Any) -> tuple[socket.socket, Any]:
         client = _Client(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
         if self._clients.admit(client, address_of(address)):
             number = client.fileno()
@@ -118,13 +140,23 @@ class Listener(socket.socket):
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
             return client, address
         logger.warning("a client was refused: all connections are in use")
-        full = ApiError(503, "overloaded", "Too many connections are open, try again", retry_after=1)
-        with client, contextlib.suppress(OSError):
-            client.setblocking(False)
-            client.send(error_bytes(full))
-            client.shutdown(socket.SHUT_WR)
-            client.recv(2**16)  # closing with unread data would discard the response
+        _refuse(client)
         raise BlockingIOError
+
+    def _refuse_one(self) -> bool:
+        """Refuse the next client by using the spare descriptor. Returns False if that failed, too."""
+        if self._spare < 0:
+            return False
+        os.close(self._spare)
+        self._spare = -1
+        try:
+            _refuse(super().accept()[0])
+        except OSError:
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY)
+        return True
 
 
 class _Client(socket.socket):
@@ -224,3 +256,13 @@ def error_bytes(error: ApiError) -> bytes:
     lines = [f"{name}: {value}" for name, value in {**headers, **error.headers}.items()]
     head = "\r\n".join([f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *lines, "", ""])
     return head.encode() + body
+
+
+def _refuse(client: socket.socket) -> None:
+    """Send 503 and close without waiting for the client."""
+    full = ApiError(503, "overloaded", "Too many connections are open, try again", retry_after=1)
+    with client, contextlib.suppress(OSError):
+        client.setblocking(False)
+        client.send(error_bytes(full))
+        client.shutdown(socket.SHUT_WR)
+        client.recv(2**16)  # closing with unread data would discard the response

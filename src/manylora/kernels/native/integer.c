@@ -202,7 +202,6 @@ INLINE void unpack(const Kind kind, const Form form, char *to, const char *w, in
 
 typedef struct {
     const Linear *l; /* scales: INT8 float [panels, PANEL]; INT4 bfloat16 [panels, groups, PANEL]; or of a GGUF type */
-    int is_file;     /* whether they are of a GGUF type */
     char *rounded;   /* [rows, blocks, SHARE] of 1 or, in PAIRS, 2 bytes */
     float *steps;    /* [rows, blocks]: the scales of x */
     int32_t *moves;  /* [rows, groups]: the sum of the inputs, with offsets, else -zero times it */
@@ -420,7 +419,7 @@ INLINE void linear(const Kind kind, const int is_file, const Form form, Tiles *t
     const int64_t run = panels < 16 ? 1 : 4, runs = panels * 3 / 4 / run;
     const int64_t parts = SHARE / group_of(kind);
     float *const steps = l->room;
-    const Call c = {l, is_file, (char *)(steps + (1 + parts) * all), steps, (int32_t *)(steps + all), blocks, blocks * parts};
+    const Call c = {l, (char *)(steps + (1 + parts) * all), steps, (int32_t *)(steps + all), blocks, blocks * parts};
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < l->rows; r++) round_row(kind, form, &c, r);
 #pragma omp for schedule(dynamic, 1)

@@ -268,9 +268,17 @@ class RankLayerInputs(LayerInputs):
 class RankDecoder(SharedLayers, Decoder):
     """`forward` returns logits on rank 0, and [0, vocab] on others."""
 
-    def __init__(self, config: ModelConfig, model: ModelConfig, *more: Any) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: ModelConfig,
+        weights: dict[str, Any],
+        dtype: torch.dtype,
+        ops: ReferenceOps,
+        collectives: Collectives,
+    ) -> None:
         self._quantised_experts = False
-        super().__init__(config, model, *more)
+        super().__init__(config, model, weights, dtype, ops, collectives)
         self._decode_step = None  # because it is one call from the first layer to the last
         self._kv_received = kv_from_before(model, self._mapping)
         self._kv_sent = kv_for_next(model, self._mapping)

@@ -433,7 +433,7 @@ class Scheduler:
     def _try_blocks(self, sequence: Sequence, this: _Round) -> bool:
         least = sequence.num_due
         if self._config.enable_chunked_context:
-            least = min(least, self._config.chunk_tokens)
+            least = min(least, this.border)
         if this.chunks and sequence.num_unencoded + least > this.budget:
             return False
         group = sequence.beams

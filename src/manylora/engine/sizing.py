@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class KvPlan:
     max_seq_len: int  # tokens, prompt + output
     block_bytes: int
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
 

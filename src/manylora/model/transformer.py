@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from statistics import NormalDist
 from typing import Any
 
@@ -53,7 +54,7 @@ class Transformer:
         # Rounded to the compute dtype before use, as in training.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device=self._device)
 
-    @property
+    @cached_property
     def weight_bytes(self) -> int:
         weights = {id(weight): weight for weight in self._weights.values()}
         return sum(map(weight_bytes, weights.values()))

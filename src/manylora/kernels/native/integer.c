@@ -414,18 +414,20 @@ INLINE void one_panel(const Kind kind, const int is_file, const Form form, Tiles
 /* By all threads of a team. */
 INLINE void linear(const Kind kind, const int is_file, const Form form, Tiles *tiles_of, const Linear *l) {
     const int64_t blocks = (l->in + SHARE - 1) / SHARE, all = l->rows * blocks, panels = (l->out + PANEL - 1) / PANEL;
-    /* Panels in a row for a thread, which prefetches the next one itself; the last ones are taken one by one, so that
-     * all threads end together. */
-    const int64_t run = panels < 16 ? 1 : 4, runs = panels * 3 / 4 / run;
+    /* Panels in a row for a thread, which prefetches the next one itself; the last ones are taken a few at a time, so
+     * that all threads end together. */
+    const int64_t least_run = 48 / PANEL, run = panels < 16 * least_run ? least_run : 4 * least_run;
+    const int64_t runs = panels * 3 / 4 / run, rest = panels - runs * run;
     const int64_t parts = SHARE / group_of(kind);
     float *const steps = l->room;
     const Call c = {l, (char *)(steps + (1 + parts) * all), steps, (int32_t *)(steps + all), blocks, blocks * parts};
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < l->rows; r++) round_row(kind, form, &c, r);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < runs + panels - runs * run; task++) {
-        const int64_t first = task < runs ? task * run : runs * run + task - runs;
-        for (int64_t p = first; p < first + (task < runs ? run : 1); p++) one_panel(kind, is_file, form, tiles_of, &c, p);
+    for (int64_t task = 0; task < runs + (rest + least_run - 1) / least_run; task++) {
+        const int64_t first = task < runs ? task * run : runs * run + (task - runs) * least_run;
+        const int64_t end = least(first + (task < runs ? run : least_run), panels);
+        for (int64_t p = first; p < end; p++) one_panel(kind, is_file, form, tiles_of, &c, p);
     }
 }
 

@@ -383,7 +383,8 @@ INLINE void linear(const Kind kind, const Linear *c) {
     const int few = c->rows <= FEW;
     const int64_t share = panels / (SEVERAL(c->rows) * number_of_threads() * 2); /* of a stream: 2 tasks for a thread */
     const int64_t run = few ? SEVERAL(c->rows) * (share < 1 ? 1 : least(share, 2 * RUN)) : panels < 16 ? 1 : RUN;
-    const int64_t small = few ? (c->rows == 1 ? 2 : SEVERAL(c->rows)) : run; /* panels of the last tasks, so that all threads end together */
+    /* Panels of the last tasks, so that all threads end together. Their sums must be enough to hide how long one takes. */
+    const int64_t small = few ? (c->rows == 1 && VECTORS > 2 ? 2 : SEVERAL(c->rows)) : run;
     const int64_t runs = few && run > small ? (panels * 3 / 4) / run : panels / run;
     if (!few) {
 #pragma omp for schedule(static)

@@ -27,7 +27,7 @@ from manylora.model.checkpoint import read_model_config
 from manylora.model.families import FAMILIES
 from manylora.model.safetensors_file import SafetensorsFile
 from manylora.ranks.adapters import AdapterSlicer
-from manylora.ranks.collectives import Collectives
+from manylora.ranks.channel import Collectives
 from manylora.ranks.mapping import Mapping
 from manylora.ranks.model import RankDecoder, RankEncoderDecoder, load_rank
 from manylora.request import LoraExtra

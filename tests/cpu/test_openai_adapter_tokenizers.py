@@ -12,7 +12,7 @@ import pytest
 from own_text import LAST, shortened, with_token
 from serving import DEMO, Running
 
-from manylora.adapters.text.adapter_text import TrustedFolder
+from manylora.adapters.catalog.texts import TrustedFolder
 
 PROMPT = "What is the capital of France?\nAnswer:"
 

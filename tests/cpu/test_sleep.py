@@ -14,7 +14,7 @@ from serving import DEMO, Running
 from tiny_models import make_model
 
 from manylora import LLM, LoRARequest, SamplingParams
-from manylora.engine.sleeping import Moved, tensors_in
+from manylora.engine.build import Moved, tensors_in
 from manylora.errors import RequestError, SleepingError
 
 QUESTION = "What is the capital of France?"

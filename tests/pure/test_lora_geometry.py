@@ -8,8 +8,7 @@ import pytest
 
 from manylora.adapters.cache.cache import AdapterCache
 from manylora.adapters.geometry import CacheGeometry, RowShape, cache_geometry, place_rows
-from manylora.adapters.module_sizes import Split
-from manylora.adapters.modules import LoraModule
+from manylora.adapters.modules import LoraModule, Split
 from manylora.adapters.slicing import slice_row
 from manylora.adapters.tensors import AdapterRow
 from manylora.errors import AdapterCacheFullError, ConfigError

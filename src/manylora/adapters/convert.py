@@ -29,8 +29,7 @@ from manylora.adapters.formats.pickled import write_torch
 from manylora.adapters.formats.read_options import DEFAULT, ReadOptions
 from manylora.adapters.formats.sources import find_source, read_source, source_dtype
 from manylora.adapters.formats.tensor_files import decode, encode, write_safetensors
-from manylora.adapters.module_sizes import Split
-from manylora.adapters.modules import MODULE_NAMES, LoraModule, LoraModuleId, module_name
+from manylora.adapters.modules import MODULE_NAMES, LoraModule, LoraModuleId, Split, module_name
 from manylora.adapters.number_types import BY_SAFETENSORS, is_bfloat16, narrow_to_bfloat16, widen_bfloat16
 from manylora.adapters.rules import check_shapes
 from manylora.adapters.tensors import check_dims, pack_rows

@@ -13,8 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from manylora.adapters.geometry import CacheGeometry, Layout
-from manylora.adapters.module_sizes import Split
-from manylora.adapters.modules import LoraModule
+from manylora.adapters.modules import LoraModule, Split
 from manylora.adapters.tensors import Adapter, AdapterRow, FileAdapter
 
 

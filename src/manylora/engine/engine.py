@@ -12,13 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from manylora.config.engine import EngineConfig
-from manylora.engine.build import EngineParts, build_parts, end_ranks
+from manylora.engine.build import TAGS, EngineParts, Sleep, build_parts, end_ranks
 from manylora.engine.follower import follow
 from manylora.engine.kv_cache import KvCache, StatePool
 from manylora.engine.requests import LogitsMemory, Prepared, SequenceMaker
 from manylora.engine.scheduler import Scheduler, Step
 from manylora.engine.sequence import Sequence
-from manylora.engine.sleeping import TAGS, Sleep
 from manylora.engine.step import FailedStep, LaunchedStep, ResultProcessor, take_event
 from manylora.engine.swaps import VersionSwaps
 from manylora.errors import QueueFullError, RequestError

@@ -23,8 +23,14 @@ from pathlib import Path
 import torch
 from torch.distributed import Store, TCPStore
 
-from manylora.adapters.cache.pool import AdapterPool, LoadedAdapter, Mixes, lora_batch, with_virtual
-from manylora.adapters.cache.store_sizing import build_parts
+from manylora.adapters.cache.pool import (
+    AdapterPool,
+    LoadedAdapter,
+    Mixes,
+    build_parts,
+    lora_batch,
+    with_virtual,
+)
 from manylora.adapters.geometry import Layout
 from manylora.adapters.tensors import Adapter
 from manylora.config.engine import EngineConfig

@@ -15,9 +15,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from manylora.config.engine import EngineConfig
+from manylora.engine.build import TAGS
 from manylora.engine.engine import MOST_SAVED, Engine, open_engine
 from manylora.engine.requests import Prepared
-from manylora.engine.sleeping import TAGS
 from manylora.errors import (
     AdapterNotCachedError,
     ConfigError,
@@ -207,7 +207,7 @@ class EngineLoop:
         return done
 
     def wake_up(self, tags: Sequence[str] | None = None) -> Future[None]:
-        """Get the memory back that `sleep` freed. tags: parts of `sleeping.TAGS`; requests are taken again
+        """Get the memory back that `sleep` freed. tags: parts of `build.TAGS`; requests are taken again
         after the last of them. None: all. May raise RequestError, ConfigError and EngineDeadError.
         """
         wrong = next((one for one in tags or () if one not in TAGS), None)

@@ -13,8 +13,7 @@ import numpy as np
 
 from manylora.adapters.extras import LAYER, with_extras
 from manylora.adapters.geometry import CacheGeometry, Layout
-from manylora.adapters.module_sizes import Split
-from manylora.adapters.modules import LoraModule, LoraModuleId, join_layers, lora_modules
+from manylora.adapters.modules import LoraModule, LoraModuleId, Split, join_layers, lora_modules
 from manylora.adapters.slicing import AdapterPart, rows_of_rank, slice_rows
 from manylora.adapters.tensors import Adapter, FileAdapter
 from manylora.config.model import ModelConfig

@@ -30,7 +30,7 @@ from manylora.model.moe import ExpertsBesideMlp, Moe, Router, in_pairs
 from manylora.model.transformer import Transformer
 from manylora.model.weights import load_weights, tied_head
 from manylora.ranks.adapters import kv_for_next, kv_from_before
-from manylora.ranks.collectives import Collectives
+from manylora.ranks.channel import Collectives
 from manylora.ranks.mapping import rank_config
 from manylora.ranks.weights import rank_plan
 

@@ -1,10 +1,13 @@
-"""AdapterPool: the memory of both cache levels. LoadedAdapter, lora_batch: what forward passes read of it."""
+"""AdapterPool: the memory of both cache levels. LoadedAdapter, lora_batch: what forward passes read of it.
+StoreParts: the components of an AdapterStore, sized for one model and device.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -12,9 +15,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manylora.adapters.geometry import CacheGeometry, ExtraPiece, Layout, Placement, is_virtual
+from manylora.adapters.bounds import Bounds
+from manylora.adapters.formats.base_weights import BaseWeights
+from manylora.adapters.formats.read_options import ReadOptions
+from manylora.adapters.geometry import (
+    CacheGeometry,
+    CachePlan,
+    ExtraPiece,
+    Layout,
+    Placement,
+    is_virtual,
+    pages_of_rank,
+    plan_cache,
+)
+from manylora.adapters.modules import beside_experts, lora_modules
 from manylora.adapters.number_types import BFLOAT16, NUMBER_TYPES, is_bfloat16
 from manylora.adapters.pages import PagePart, SharedPages
+from manylora.adapters.rules import AdapterRules
+from manylora.adapters.slicing import Slicer
 from manylora.adapters.tensors import (
     Adapter,
     AdapterRow,
@@ -23,7 +41,10 @@ from manylora.adapters.tensors import (
     find_shared,
     restore,
 )
+from manylora.config.engine import LoraCacheConfig
+from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.kernels import native
 from manylora.kernels.device import CopyStream, host_tensor
 from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.huge_pages import HUGE_BYTES
@@ -32,6 +53,8 @@ from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment
 from manylora.kernels.transfer import upload
 from manylora.request import LoraExtra
+
+logger = logging.getLogger("manylora")
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element
 ENCODED = {one.encoding: one.dtype for one in NUMBER_TYPES}  # encodings other than PLAIN
@@ -370,3 +393,66 @@ def with_virtual(batch: LoraBatch | None, virtual: Sequence[tuple[int, int]]) ->
         elif not all(map(is_virtual, one.values)):
             extras.append(one)
     return replace(batch, extras=tuple(extras))
+
+
+@dataclass(frozen=True)
+class StoreParts:
+    """options: how files for this cache are read. largest_pages: of an adapter of the largest rank with all
+    modules.
+    """
+
+    plan: CachePlan
+    pool: AdapterPool
+    rules: AdapterRules
+    options: ReadOptions
+    largest_pages: int
+
+
+def build_parts(
+    model: ModelConfig,
+    config: LoraCacheConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    free_bytes: int,
+    base: BaseWeights | None,
+    slicer: Slicer | None = None,
+) -> StoreParts:
+    """Size the levels and allocate them, as in `AdapterStore`. Raises ConfigError."""
+    modules = held = lora_modules(model, config.target_modules)
+    num_layers = model.num_layers
+    agree: Callable[[int], int] = int
+    if slicer is not None:  # held: the modules as this rank has them
+        held = {number: slicer.modules[number] for number in modules if number in slicer.modules}
+        num_layers, agree = slicer.num_layers, slicer.agree
+    sizes = num_layers, config, dtype.itemsize, agree(free_bytes)
+    try:
+        plan = plan_cache(held.values(), *sizes)
+    except ConfigError as error:
+        if config.target_modules or model.moe is None:
+            raise
+        modules, held = beside_experts(modules), beside_experts(held)
+        plan = plan_cache(held.values(), *sizes)
+        logger.warning("adapters on routed experts are off: %s", error)
+    # Everything on the device is also on the host: additional device pages could never be used.
+    host, device_pages = agree(plan.host_pages), agree(plan.device_pages)
+    plan = replace(plan, host_pages=host, device_pages=min(host, device_pages))
+    native.load()  # now, so that the first adapter does not wait for the compiler
+    pool = AdapterPool(plan.geometry, plan.host_pages, plan.device_pages, dtype, device)
+    pages = pages_of_rank(plan.geometry, held.values(), num_layers, config.rank_limit)
+    logger.info(
+        "LoRA cache: host %d pages, device %d pages of %d bytes; adapters of rank %d with every module: "
+        "%d on the host, %d on the device",
+        plan.host_pages,
+        plan.device_pages,
+        pool.page_bytes,
+        config.rank_limit,
+        plan.host_pages // pages,
+        plan.device_pages // pages,
+    )
+    rules = AdapterRules(modules, model.num_layers, config.rank_limit, dtype == torch.float16)
+    largest = min(plan.host_pages, plan.device_pages) * plan.geometry.page_elements
+    largest *= 1 if slicer is None else slicer.num_ranks
+    bounds = Bounds.of(modules, model.num_layers, config.rank_limit, largest, pool.element_bytes)
+    # Ranks that share each adapter have the matrices of each row apart.
+    options = ReadOptions(modules, base, bounds, text_only=config.text_only, shared=slicer is None)
+    return StoreParts(plan, pool, rules, options, pages)

@@ -15,8 +15,7 @@ import torch
 
 from manylora.adapters.cache.cache import AdapterCache
 from manylora.adapters.cache.leases import AdapterLease, Lease, MixLease, check_changes, check_mixable
-from manylora.adapters.cache.pool import LoadedAdapter, Mixes, lora_batch
-from manylora.adapters.cache.store_sizing import build_parts
+from manylora.adapters.cache.pool import LoadedAdapter, Mixes, build_parts, lora_batch
 from manylora.adapters.cache.transfers import AdapterLoader, OtherRanks, Transfers
 from manylora.adapters.catalog.files import AdapterFolders
 from manylora.adapters.catalog.levels import DiskLevel

@@ -32,11 +32,11 @@ from manylora.adapters.catalog.files import (
 from manylora.adapters.catalog.levels import DiskLevel
 from manylora.adapters.catalog.names import MAX_ALIASES, Aliases, Versions, name_problem, targets_of
 from manylora.adapters.catalog.reader import AdapterReader
+from manylora.adapters.catalog.texts import AdapterTexts
 from manylora.adapters.catalog.uploads import Uploads
 from manylora.adapters.remote.files import SourceError
 from manylora.adapters.remote.resolver import AdapterSources, Located, is_url
 from manylora.adapters.tensors import Adapter, FileAdapter
-from manylora.adapters.text.adapter_text import AdapterTexts
 from manylora.errors import AdapterError, ConfigError, printable
 from manylora.generation.defaults import OwnText
 from manylora.system.waits import Repeated

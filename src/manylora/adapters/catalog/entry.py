@@ -21,9 +21,9 @@ from manylora.adapters.catalog.levels import DiskLevel, MemoryLevel
 from manylora.adapters.catalog.library import task_id_of
 from manylora.adapters.catalog.names import Versions
 from manylora.adapters.catalog.reader import AdapterFacts, AdapterReader, ReadAdapter
+from manylora.adapters.catalog.texts import AdapterText, AdapterTexts
 from manylora.adapters.remote.resolver import Located
 from manylora.adapters.tensors import Adapter, FileAdapter
-from manylora.adapters.text.adapter_text import AdapterText, AdapterTexts
 from manylora.errors import AdapterError, RequestError
 from manylora.system.threads import lower_priority
 

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from manylora.adapters.catalog.names import Aliases, is_name, name_problem, targets_of
+from manylora.adapters.catalog.texts import PARTS, TOKENIZER_BYTES, TextSource, TrustedFolder
 from manylora.adapters.remote.resolver import CACHE_BYTES, AdapterSources, Located, is_remote
-from manylora.adapters.text.adapter_text import PARTS, TOKENIZER_BYTES, TextSource, TrustedFolder
 from manylora.checkpoints.gguf.config import is_gguf
 from manylora.checkpoints.gguf.container import NAMED
 from manylora.config.engine import SETTINGS, EngineConfig, LoraCacheConfig

@@ -26,12 +26,12 @@ from manylora.adapters.catalog.names import Versions, is_name
 from manylora.adapters.catalog.pinning import Pinning
 from manylora.adapters.catalog.reader import AdapterReader
 from manylora.adapters.catalog.shared import SharedAdapters
+from manylora.adapters.catalog.texts import AdapterTexts
 from manylora.adapters.catalog.uploads import AdapterRecord, Uploads
 from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.modules import lora_modules
 from manylora.adapters.rules import AdapterRules
-from manylora.adapters.text.adapter_text import AdapterTexts
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.config.pooling import read_pooling_settings

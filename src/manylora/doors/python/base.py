@@ -12,9 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from manylora.adapters.catalog.texts import trusted_texts
+from manylora.adapters.catalog.texts import TOKENIZER_BYTES, trusted_texts
 from manylora.adapters.modules import lora_modules
-from manylora.adapters.text.adapter_text import TOKENIZER_BYTES
 from manylora.config.hub import local_model
 from manylora.config.pooling import read_pooling_settings
 from manylora.config.resolve import read_build_record
@@ -23,9 +22,9 @@ from manylora.doors.python.adapters import AdapterRegistry, NamedAdapters, with_
 from manylora.doors.python.llm_args import LoRAChoice, LoraConfig, LoRARequest, members_of
 from manylora.doors.python.prompts import ChatText, Input, Prompt, read_prompt
 from manylora.doors.python.service import Service
+from manylora.engine.build import LEVELS
 from manylora.engine.engine import open_engine
 from manylora.engine.loop import EngineLoop
-from manylora.engine.sleeping import LEVELS
 from manylora.errors import ConfigError, RequestError
 from manylora.generation.decoding import with_defaults
 from manylora.generation.defaults import NONE, OwnText, model_defaults

@@ -9,14 +9,13 @@ from manylora.model.families import (
     gemma,
     gpt,
     llama,
-    mamba,
     moe,
     recurrent,
     vision,
 )
 from manylora.model.families.family import ModelFamily
 
-MODULES = (llama, gemma, gpt, moe, deepseek, recurrent, mamba, vision, encoder_decoder, bert)
+MODULES = (llama, gemma, gpt, moe, deepseek, recurrent, vision, encoder_decoder, bert)
 FAMILIES: dict[str, ModelFamily] = {
     name: family for module in MODULES for name, family in module.FAMILIES.items()
 }

@@ -1,1 +1,0 @@
-"""What comes with an adapter besides its tensors: chat template, generation defaults, tokenizer."""

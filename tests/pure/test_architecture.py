@@ -33,7 +33,7 @@ NO_TORCH = [
     "config", "generation", "adapters.pages",
     "adapters.modules", "adapters.geometry", "adapters.bounds", "adapters.number_types", "adapters.tensors",
     "adapters.staging", "adapters.extras", "adapters.rules", "adapters.slicing", "adapters.cache.cache",
-    "adapters.catalog", "cli", "engine.sequence", "engine.guide", "engine.guide_trial",
+    "adapters.catalog", "cli", "engine.sequence", "engine.guide",
     "engine.kv_cache", "engine.speculation", "engine.scheduler", "kernels.row_format", "kernels.cuda.plan",
     "ranks.mapping", "doors.python", "doors.http", "doors.fleet", "doors.triton",
     "trtllm_paths",

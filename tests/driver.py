@@ -17,10 +17,9 @@ from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
-from manylora.model.batch import ForwardBatch, make_kv
+from manylora.model.batch import ForwardBatch, make_kv, make_states
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
-from manylora.model.recurrent import make_states
 from manylora.request import LoraExtra, LoraInput
 
 BLOCK, BLOCKS = 8, 128

@@ -24,8 +24,7 @@ from manylora.errors import ConfigError
 from manylora.kernels.device import Device, host_tensor
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
-from manylora.model.batch import KvTensors, make_kv, token_numbers
-from manylora.model.recurrent import make_states
+from manylora.model.batch import KvTensors, make_kv, make_states, token_numbers
 from manylora.system.cgroup import UNLIMITED
 
 logger = logging.getLogger("manylora")

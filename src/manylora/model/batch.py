@@ -1,17 +1,18 @@
-"""What a forward pass gets: its input (ForwardBatch), and the tensors of the KV cache."""
+"""What a forward pass gets: its input (ForwardBatch), the tensors of the KV cache, and recurrent states."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from manylora.config.blocks import RecurrentConfig
 from manylora.config.model import ModelConfig
-from manylora.kernels.recurrent import StateBatch
+from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.spec import AttentionBatch, LoraBatch
 
 
@@ -105,3 +106,19 @@ def copy_block(kv: KvTensors, block: int, data: Tensor, *, store: bool) -> None:
 def _parts(kv: KvTensors, block: int) -> list[Tensor]:
     """What a block has in each tensor."""
     return [kv[:, :, block]] if isinstance(kv, Tensor) else [layer[:, block] for layer in kv]
+
+
+def make_states(config: RecurrentConfig, slots: int, device: torch.device) -> RecurrentState:
+    return RecurrentState(
+        *(torch.zeros(len(config.layers), slots, *shape, device=device) for shape in config.state_shapes)
+    )
+
+
+def passing_states(
+    config: RecurrentConfig, starts: Sequence[int], device: torch.device
+) -> tuple[RecurrentState, StateBatch]:
+    """States for sequences that start with this batch and are not continued."""
+    count = len(starts) - 1
+    none, slots = torch.full((count,), -1, device=device), torch.arange(count, device=device)
+    batch = StateBatch(torch.tensor(list(starts), device=device), none, slots, torch.zeros_like(slots), none)
+    return make_states(config, count, device), batch

@@ -24,7 +24,7 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.spec import AttentionBatch, LoraBatch, Weight
 from manylora.model.altup import AltUpBlock, Streams
 from manylora.model.attend import RelativeBias
-from manylora.model.batch import ForwardBatch, HiddenRows, KvTensors
+from manylora.model.batch import ForwardBatch, HiddenRows, KvTensors, passing_states
 from manylora.model.decoder_layers import DecoderLayers
 from manylora.model.extras import adapt_head, adapt_prompt
 from manylora.model.families import FAMILIES
@@ -38,7 +38,6 @@ from manylora.model.layers import (
     Rotation,
     side_by_side,
 )
-from manylora.model.recurrent import passing_states
 from manylora.model.rope import RotaryTable, make_rope
 
 MAX_DISTANCE = 128  # tokens; larger distances share a bucket of an encoder's relative bias

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -34,9 +34,9 @@ from manylora.model.layers import (
     LoraLinear,
     Mlp,
     Norm,
+    RecurrentLayer,
 )
 from manylora.model.moe import Experts, ExpertsBesideMlp, Moe, Router, SharedExpert, WideRouter
-from manylora.model.recurrent import RecurrentLayer, mamba2_factors, mamba2_weights
 from manylora.model.transformer import Transformer, gate_up
 
 
@@ -276,3 +276,33 @@ class DecoderLayers(Transformer):
         if moe.biased:
             biases = torch.stack([self._weights[f"{layer}.expert.{e}.{name}.bias"] for e in numbers])
         return Experts(self._ops, layer, weights, targets, biases)
+
+
+def mamba2_factors(own: Mamba2Config, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    if set(own.scales) <= {1.0}:
+        return None
+    keys = own.groups * own.state_dim
+    sizes = torch.tensor((own.value_size, own.value_size, keys, keys, own.heads))
+    return torch.tensor(own.scales).repeat_interleave(sizes).to(device, dtype)
+
+
+def mamba2_weights(own: Mamba2Config, weights: Mapping[str, Tensor], eps: float) -> Mamba2Weights:
+    """weights: of the layer, by our names."""
+    taps = weights["taps"].T.contiguous()
+    bias = weights["taps_bias"] if own.conv_bias else torch.zeros_like(taps[0])
+    return Mamba2Weights(
+        taps=taps,
+        bias=bias,
+        decay=-weights["decay"].exp(),
+        shift=weights["shift"],
+        skip=weights["skip"],
+        norm=weights["inner_norm.weight"] if own.normed else None,
+        eps=eps,
+        groups=own.groups,
+        head_dim=own.head_dim,
+        state_dim=own.state_dim,
+        norm_groups=own.groups,
+        gate_first=own.gate_first,
+        least=own.steps[0],
+        most=own.steps[1],
+    )

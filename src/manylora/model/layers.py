@@ -14,6 +14,7 @@ from manylora.config.blocks import BesideConfig, LayerInputsConfig
 from manylora.config.model import ModelConfig
 from manylora.kernels.attention import rotate
 from manylora.kernels.panels import Panels, look_up
+from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.reference import ACTIVATIONS, ReferenceOps
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
 from manylora.model.attend import attend_spans
@@ -357,3 +358,23 @@ class LayerInput:
         """x [T, hidden], own [T, dim]: the layer's vectors -> [T, hidden]."""
         gated = self.gate.ops.gated(torch.cat((own, self.gate(x, lora)), dim=-1), self.activation)
         return self.norm(self.project(gated, lora), lora)
+
+
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """project: to [q; k; v; z] of a delta rule, to [z; values; b; c; d] of Mamba-2, or to [b; c; h] of a
+    convolution. mix: the operation with its weights, from these rows, and from those of `gates`. gates: of a
+    delta rule, to [b; a], which control writing and forgetting. factors: on the rows, in the compute dtype.
+    """
+
+    project: LoraLinear
+    out: LoraLinear
+    mix: Callable[..., Tensor]
+    gates: LoraLinear | None = None
+    factors: Tensor | None = None
+
+    def __call__(self, x: Tensor, lora: LoraBatch | None, state: RecurrentState, batch: StateBatch) -> Tensor:
+        rows = self.project(x, lora)
+        rows = rows if self.factors is None else rows * self.factors
+        inputs = (rows,) if self.gates is None else (rows, self.gates(x, lora))
+        return self.out(self.mix(*inputs, state=state, batch=batch), lora)

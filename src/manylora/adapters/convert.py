@@ -16,6 +16,7 @@ import numpy as np
 from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.adapters.formats.nemo import MODULE, nemo_key, nemo_num_layers, nemo_tensors, read_nemo
 from manylora.adapters.formats.npy import write_npy
+from manylora.adapters.formats.peft.experts import normalised_magnitude
 from manylora.adapters.formats.peft.names import LORA_NAMES, is_extra
 from manylora.adapters.formats.peft.settings import (
     CONFIG,
@@ -79,14 +80,11 @@ def normalize_dora(in_dir: Path, base_model: Path, out_dir: Path, *, strip: bool
                 a, b = (decode(name, tensors[name]) for name in names)
                 check_dims(path, a.shape, b.shape, None)
                 b = b * np.float32(config.scale(path, a.shape[0]))
-                magnitude = decode(key, tensors[key])
-                if magnitude.size != len(b):
-                    raise AdapterInvalidError(f"{key} has {magnitude.size} values, the module {len(b)} rows")
-                norms = base.row_norms(path, a, b, config.fan_in_fan_out)
-                normal = magnitude / norms.reshape(magnitude.shape)
-                dtype = tensors[key].dtype
+                dtype, magnitude = tensors[key].dtype, decode(key, tensors[key])
+                normal = normalised_magnitude(path, magnitude, a, b, config, base, config.fan_in_fan_out)
+                assert normal is not None, "it has a magnitude"
                 coarse = dtype in BY_SAFETENSORS and BY_SAFETENSORS[dtype].encoding is not Encoding.PLAIN
-                changed[key] = encode(key, normal, "F32" if coarse else dtype)
+                changed[key] = encode(key, normal.reshape(magnitude.shape), "F32" if coarse else dtype)
     if not changed:
         raise AdapterInvalidError("the adapter holds no LoRA matrices")
     settings.update({"use_dora": False} if strip else {NORMALIZED: True})

@@ -113,14 +113,12 @@ class AdapterReader:
             known = self._known.get(path)
         return known if known is not None and fingerprint(path) == known.files else None
 
-    def _check_manifest(self, path: Path) -> bool:
-        base = self._options.base
-        return check_manifest(path, self._options.bounds, None if base is None else base.model_dir)
-
     def _read(self, path: Path, source: Source) -> ReadAdapter:
         known = self._unchanged(path)
         now, before = time.time_ns(), fingerprint(path)
-        has_manifest = known is None and is_folder(path) and self._check_manifest(path)
+        bounds, base = self._options.bounds, self._options.base
+        model_dir = None if base is None else base.model_dir
+        has_manifest = known is None and is_folder(path) and check_manifest(path, bounds, model_dir)
         notes: list[str] = []
         rows, digest = None, known.digest if known else None
         if source.has_rows:

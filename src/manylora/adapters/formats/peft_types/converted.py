@@ -170,10 +170,7 @@ class Pairs:
             if (a.shape, b.shape) != self._reserved:
                 raise unfit(path)
             if len(a):
-                self._made |= {
-                    f"{path}.lora_A.weight": RawTensor.of(a),
-                    f"{path}.lora_B.weight": RawTensor.of(b),
-                }
+                self._keep(path, RawTensor.of(a), RawTensor.of(b))
         return self.form()
 
     def add_shared(self, path: str, a: np.ndarray, b: np.ndarray, of_b: np.ndarray, of_d: np.ndarray) -> None:
@@ -185,10 +182,7 @@ class Pairs:
         in_stack = name is not None and name.stack is not None
         if not self.files.options.shared or EXPERT_KEY.fullmatch(key) or in_stack:
             self._check(path, rank, rank * (in_dim + out_dim))
-            self._made |= {
-                key: RawTensor.of(a * of_d[:, None]),
-                f"{path}.lora_B.weight": RawTensor.of(b * of_b[:, None]),
-            }
+            self._keep(path, RawTensor.of(a * of_d[:, None]), RawTensor.of(b * of_b[:, None]))
             return
         self._check(path, rank, rank + out_dim)
         if (in_dim, out_dim) not in self._common:

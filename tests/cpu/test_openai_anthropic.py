@@ -9,7 +9,7 @@ import anthropic
 import pytest
 from serving import CITY, QUESTION, Running
 
-from manylora.doors.http.serving.anthropic import MessagesRequest, chat_request
+from manylora.doors.http.serving.anthropic import ContextManagement, MessagesRequest, chat_request
 
 GREEDY = {"temperature": 0}
 WEATHER = {"name": "weather", "description": "of a city", "input_schema": CITY}
@@ -105,6 +105,32 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
     assert chat.continue_final_message
     assert chat.chat_template_kwargs == {"enable_thinking": True, "thinking": True}
     assert "temperature" not in chat.model_fields_set  # the model's own default applies
+    assert chat.messages[2].thought == "hm"
+    edit = {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}
+    cleared = body.model_copy(
+        update={"context_management": ContextManagement.model_validate({"edits": [edit]})}
+    )
+    assert chat_request(cleared).messages[2].thought == ""  # the last turn is another
+
+
+def test_what_claude_code_always_sends_is_taken(server: Running) -> None:
+    name = f"mcp__{'server' * 10}__weather"  # up to 128 characters
+    sent = {
+        "model": "demo",
+        "max_tokens": 4,
+        "messages": [*QUESTION, {"role": "system", "content": "Agents: none."}],
+        "system": [{"type": "text", "text": "Help.", "cache_control": {"type": "ephemeral"}}],
+        "tools": [{**WEATHER, "name": name, "eager_input_streaming": True}],
+        "metadata": {"user_id": "{}"},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+    }
+    answer = server.post("/v1/messages?beta=true", **sent)
+    assert answer.status_code == 200, answer.text
+    sent["context_management"] = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    refused = server.post("/v1/messages?beta=true", **sent)
+    assert refused.status_code == 400 and "context_management.edits.0" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ class TextPart(Body):
 class _CalledFunction(Body):
     """arguments: a JSON object, as text."""
 
-    name: str = Field(min_length=1, max_length=64)
+    name: str = Field(min_length=1, max_length=128)
     arguments: str
 
 
@@ -316,7 +316,7 @@ class Message(Body):
 class _Function(Body):
     """parameters: a JSON schema of an object. strict: arguments must match it."""
 
-    name: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
+    name: str = Field(pattern="^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -328,7 +328,7 @@ class Tool(Body):
 
 
 class _ToolName(Body):
-    name: str = Field(max_length=64)
+    name: str = Field(max_length=128)
 
 
 class NamedToolChoice(Body):

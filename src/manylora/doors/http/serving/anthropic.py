@@ -59,7 +59,7 @@ class ThinkingBlock(_Block):
 class ToolUseBlock(_Block):
     type: Literal["tool_use"]
     id: Text
-    name: str = Field(min_length=1, max_length=64)
+    name: str = Field(min_length=1, max_length=128)
     input: dict[str, Any]
     caller: dict[str, Any] | None = None
     toolset_name: Text | None = None
@@ -87,7 +87,7 @@ class AnthropicTool(_Block):
     """A function of the client. eager_input_streaming and input_examples have no effect."""
 
     type: Literal["custom"] = "custom"
-    name: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
+    name: str = Field(pattern="^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool = False
@@ -131,6 +131,27 @@ class OutputConfig(Body):
     format: _JsonFormat | None = None
 
 
+class _Turns(Body):
+    type: Literal["thinking_turns", "all"]
+    value: int | None = Field(None, ge=1, le=MAX_TOKENS)
+
+
+class _ClearThinking(Body):
+    """keep: thinking_turns: only the last ones of the assistant's messages show their thinking blocks."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"] | _Turns = "all"
+
+
+class ContextManagement(Body):
+    edits: Items[_ClearThinking] = Field([], max_length=1)
+
+    @property
+    def turns_kept(self) -> int:
+        keep = self.edits[0].keep if self.edits else "all"
+        return MAX_TOKENS if keep == "all" or keep.value is None else keep.value
+
+
 class CountTokensRequest(Body):
     """What makes the prompt. model: the base model, an adapter or an alias."""
 
@@ -141,6 +162,7 @@ class CountTokensRequest(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     cache_control: dict[str, Any] | None = None
 
 
@@ -196,6 +218,8 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     """A message's tool results come first, then its text."""
+    turns = sum(message.role == "assistant" for message in body.messages)
+    kept = MAX_TOKENS if body.context_management is None else body.context_management.turns_kept
     found = [{"role": "system", "content": _text(body.system)}] if body.system else []
     for message in body.messages:
         blocks = [] if isinstance(message.content, str) else message.content
@@ -213,8 +237,9 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
         if calls:
             shown["tool_calls"] = calls
         thoughts = [one.thinking for one in blocks if isinstance(one, ThinkingBlock) and one.thinking]
-        if thoughts:
+        if thoughts and turns <= kept:
             shown["reasoning_content"] = "\n".join(thoughts)
+        turns -= message.role == "assistant"
         if texts or calls or not any(isinstance(one, ToolResultBlock) for one in blocks):
             found.append(shown)
     return found

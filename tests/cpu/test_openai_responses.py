@@ -138,6 +138,24 @@ def test_a_function_is_called_and_its_result_goes_back(server: Running, client: 
     assert again.output[0].type in ("message", "function_call")
 
 
+def test_a_function_in_a_namespace_is_called_as_codex_offers_it(client: openai.OpenAI) -> None:
+    space = {"type": "namespace", "name": "sky", "description": "Of the sky.", "tools": [WEATHER]}
+    asked: Any = {"model": "demo", "tools": [space, {"type": "web_search", "external_web_access": True}]}
+    asked |= {"store": False, "extra_body": {"client_metadata": {"session_id": "s"}}}
+    answer = client.responses.create(input="Weather?", tool_choice="required", **asked)
+    (call,) = answer.output
+    assert call.type == "function_call" and (call.namespace, call.name) == ("sky", "weather")
+    assert [tool.type for tool in answer.tools] == ["namespace"]  # nothing here searches
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    client.responses.create(input=[call.to_dict(), output], max_output_tokens=4, **asked)
+    with pytest.raises(openai.BadRequestError, match="tool_choice needs tools"):
+        client.responses.create(model="demo", input="a", tools=asked["tools"][1:], tool_choice="required")
+    chat = chat_of(input=[call.to_dict(), output], tools=[space])
+    assert chat["messages"][0]["tool_calls"][0]["function"]["name"] == "sky__weather"
+    function = chat["tools"][0]["function"]
+    assert (function["name"], function["description"]) == ("sky__weather", "Of the sky.")
+
+
 def test_references_to_recent_items_are_followed(server: Running, client: openai.OpenAI) -> None:
     """The AI SDK sends them unless it is told to store nothing."""
     first = events(server, model="chinese", input=QUESTION, temperature=0)[-1]["response"]["output"][0]
@@ -222,7 +240,12 @@ def test_items_become_messages() -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the earlier items"),
         ({"background": True}, "background", "set stream"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search' is no tool of this server"),
+        ({"tools": [{"type": "mcp"}]}, "tools.0", "'mcp' is no tool of this server"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}]},
+            "tools.0.tools.0",
+            "'web_search' is no tool of this server",
+        ),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "'mcp'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "send the item itself"),
         ({"input": [{"type": "computer_call"}]}, "input.0", "'computer_call'"),

@@ -162,7 +162,7 @@ RESPONSES = {
     ),
     "a previous response": response(previous_response_id="resp_1"),
     "in the background": response(background=True),
-    "a tool of OpenAI's": response(tools=[{"type": "web_search"}]),
+    "a tool of OpenAI's": response(tools=[{"type": "file_search"}]),
 }
 OLLAMA = {
     "chat": ("/api/chat", ollama()),

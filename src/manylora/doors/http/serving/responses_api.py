@@ -39,6 +39,8 @@ CHAT_NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 """Fields of a chat as named in errors, to the names in this API."""
+SEARCHES = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
+"""Tools of OpenAI's servers that clients offer always, such as Codex. The model does not see them."""
 PASSED = set(schema.GenerationRequest.model_fields) | set(schema.TemplateFields.model_fields)
 NOT_SHOWN = {"n": 1, "prompt_logprobs": None, "return_token_ids": False}
 """Fields of chats that ask for several outputs, or for parts that a response does not have."""
@@ -68,6 +70,15 @@ class _Tool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class _Namespace(Body):
+    """A group of functions. Its description is put before each of theirs."""
+
+    type: Literal["namespace"]
+    name: str = Field(min_length=1)
+    description: str = ""
+    tools: Items[dict[str, Any]] = Field(max_length=128)
 
 
 class ResponsesRequest(schema.TemplateFields, schema.GenerationRequest):
@@ -101,6 +112,7 @@ class ResponsesRequest(schema.TemplateFields, schema.GenerationRequest):
     reasoning: dict[str, Any] | None = None
     max_tool_calls: int | None = Field(None, ge=1, le=MAX_TOKENS)
     prompt_cache_options: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None  # of Codex; no effect
     previous_response_id: Text | None = None
     conversation: Text | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
@@ -140,6 +152,7 @@ class _MessageItem(_Item):
 class _CallItem(_Item):
     call_id: Text = Field(min_length=1)
     name: str
+    namespace: str = ""
     arguments: str
 
 
@@ -168,7 +181,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         "reasoning_effort": (body.reasoning or {}).get("effort"),
     }
     if body.tools or body.tool_choice not in ("auto", "none"):
-        chat |= {"tools": [_tool(one, f"tools.{i}") for i, one in enumerate(body.tools)]}
+        chat |= {"tools": _tools(body.tools, "tools")}
         chat |= {"tool_choice": _tool_choice(body.tool_choice)}
     try:
         return validate(chat, ChatRequest)
@@ -196,13 +209,30 @@ def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": wanted.name, "schema": wanted.json_schema}}
 
 
-def _tool(given: dict[str, Any], where: str) -> dict[str, Any]:
-    kind = str(given.get("type"))[:50]
-    if kind != "function":
-        reason = f"{where}: {kind!r} is no tool of this server: leave it out, or give a function that does it"
-        raise unsupported_field(reason, where)
-    tool = _checked(given, _Tool, where)
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+def _tools(given: list[dict[str, Any]], where: str, space: _Namespace | None = None) -> list[dict[str, Any]]:
+    """As chats have them."""
+    found = []
+    for number, one in enumerate(given):
+        kind, place = str(one.get("type"))[:50], f"{where}.{number}"
+        if kind == "function":
+            tool = _checked(one, _Tool, place).model_dump(exclude={"type"}, exclude_none=True)
+            if space is not None:
+                tool["name"] = _full_name(space.name, tool["name"])
+                tool["description"] = f"{space.description}\n{tool.get('description', '')}".strip()
+            found.append({"type": "function", "function": tool})
+        elif kind == "namespace" and space is None:
+            inner = _checked(one, _Namespace, place)
+            found += _tools(inner.tools, f"{place}.tools", inner)
+        elif kind not in SEARCHES or space is not None:
+            reason = f"{place}: {kind!r} is no tool of this server: leave it out, or give a function that "
+            reason += "does it"
+            raise unsupported_field(reason, place)
+    return found
+
+
+def _full_name(namespace: str, name: str) -> str:
+    """Of a function, as the model sees it."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 def _tool_choice(given: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -248,7 +278,7 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
             if thought or not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "reasoning_content": thought or None})
                 thought = ""
-            function = {"name": call.name, "arguments": call.arguments}
+            function = {"name": _full_name(call.namespace, call.name), "arguments": call.arguments}
             found[-1].setdefault("tool_calls", []).append({"id": call.call_id, "function": function})
         elif kind == "function_call_output":
             output = _checked(given, _OutputItem, where)
@@ -348,6 +378,12 @@ class ResponsesAnswer(TranslatedChat):
         self._remember = remember
         self.id = f"resp_{secrets.token_hex(24)}"
         self._asked = asked
+        self._in_namespaces = {
+            _full_name(space["name"], one["name"]): {"namespace": space["name"], "name": one["name"]}
+            for space in asked.tools
+            if space["type"] == "namespace"
+            for one in space["tools"]
+        }
         self._number = 0  # of the next event
         self._status = RUNNING
         self._output: list[dict[str, Any]] = []  # complete items
@@ -411,8 +447,9 @@ class ResponsesAnswer(TranslatedChat):
             return ""
         closed = self._close()
         self._kind = kind
+        spaced = self._in_namespaces.get(name, {})
         kinds: dict[str, tuple[str, dict[str, Any]]] = {
-            "function_call": ("fc", {"call_id": call_id, "name": name, "arguments": ""}),
+            "function_call": ("fc", {"call_id": call_id, "name": name, "arguments": ""} | spaced),
             "reasoning": ("rs", {"summary": [], "content": []}),
             "message": ("msg", {"role": "assistant", "content": []}),
         }
@@ -486,7 +523,8 @@ class ResponsesAnswer(TranslatedChat):
         wanted = asked.text and asked.text.format
         text = {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
         no_fields = {"description": None, "parameters": None, "strict": False}
-        tools = [{name: value for name, value in one.items() if value is not None} for one in asked.tools]
+        seen = (tool for tool in asked.tools if tool["type"] not in SEARCHES)
+        tools = [{name: value for name, value in one.items() if value is not None} for one in seen]
         versions = {"lora_versions": self._versions} if self._versions else {}
         return versions | {
             "id": self.id,
@@ -515,7 +553,7 @@ class ResponsesAnswer(TranslatedChat):
             "temperature": asked.temperature if "temperature" in given else params.temperature,
             "text": {"format": text},
             "tool_choice": asked.tool_choice,
-            "tools": [no_fields | one for one in tools],
+            "tools": [no_fields | one if one["type"] == "function" else one for one in tools],
             "top_logprobs": asked.top_logprobs,
             "top_p": asked.top_p if "top_p" in given else params.top_p,
             "truncation": asked.truncation,

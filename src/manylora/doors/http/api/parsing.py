@@ -14,7 +14,8 @@ from manylora.errors import printable
 
 # A union's branch in the path of an error.
 BRANCH = re.compile(
-    r".*\[|(str|constrained-str|TextPart|NamedToolChoice|AllowedToolChoice)$|function-", re.DOTALL
+    r".*\[|(str|constrained-str|TextPart|NamedToolChoice|AllowedToolChoice|tool_use|tool_result)$|function-",
+    re.DOTALL,
 )
 BOUNDS = (  # pydantic errors about values of the right type
     "too_long",
@@ -94,6 +95,9 @@ def api_error(error: ValidationError, where: str = "") -> ApiError:
         fits = (one for one in found if one["type"] in BOUNDS and one["loc"][0] == first["loc"][0])
         first = next(fits, first)
     first = next((one for one in found if one["type"] == "extra_forbidden"), first)
+    if first["loc"] and first["loc"][-1] not in INSTEAD:  # a part of another type has other fields
+        types = (one for one in found if one["type"] == "literal_error" and one["loc"][-1] == "type")
+        first = next((one for one in types if one["loc"][:-1] == first["loc"][:-1]), first)
     # Names of union branches in the path are not part of the body.
     path = [str(part) for part in first["loc"] if not (isinstance(part, str) and BRANCH.match(part))]
     name = ".".join([where, *path] if where else path)[:200]
@@ -137,7 +141,8 @@ INSTEAD = {
     **dict.fromkeys(("max_length", "max_new_tokens", "n_predict", "num_predict"), "use max_tokens"),
     **dict.fromkeys(("inputs", "text_input"), "use prompt"),
     **dict.fromkeys(
-        ("image", "image_url", "input_audio", "mm_processor_kwargs", "video_url"), "only text is served"
+        ("file", "image", "image_url", "input_audio", "mm_processor_kwargs", "video_url"),
+        "only text is served",
     ),
     **dict.fromkeys(
         ("disaggregated_params", "kv_transfer_params"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
@@ -12,6 +12,7 @@ from serving import CITY, QUESTION, Running
 from manylora.doors.http.serving.anthropic import ContextManagement, MessagesRequest, chat_request
 
 GREEDY = {"temperature": 0}
+IMAGE_RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": {}}]}
 WEATHER = {"name": "weather", "description": "of a city", "input_schema": CITY}
 
 
@@ -70,6 +71,33 @@ def test_a_tool_is_used(client: anthropic.Anthropic) -> None:
         assert stream.get_final_message().content[0].input == used.input
     cut = client.messages.create(**{**given, "max_tokens": 4}, **tools)
     assert cut.stop_reason == "max_tokens"
+
+
+def test_the_tool_runner_works_without_threads(client: anthropic.Anthropic) -> None:
+    @anthropic.beta_tool
+    def weather(city: Literal["Rome", "Oslo"]) -> str:
+        """Args: city: its name."""
+        return f"rain in {city}"
+
+    runner = client.beta.messages.tool_runner(
+        model="demo", max_tokens=200, messages=QUESTION, tools=[weather], tool_choice={"type": "any"},
+        max_iterations=2,
+    )  # fmt: skip
+    assert [message.stop_reason for message in runner] == ["tool_use", "tool_use"]
+    thread: Any = {"type": "continue", "previous_message_id": "msg_1"}
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        create(client, extra_body={"thread": thread})
+    error: Any = caught.value.body
+    assert error["error"]["details"] == {"error_code": "thread_not_found"}
+    assert caught.value.request_id == error["request_id"]
+
+
+def test_models_are_listed_in_the_clients_own_form(client: anthropic.Anthropic) -> None:
+    found = {model.id: model for model in client.models.list()}
+    assert found["chinese"].display_name == "chinese" and found["chinese"].created_at.year > 2000
+    assert client.models.retrieve("chinese") == found["chinese"]
+    with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
+        client.models.retrieve("nobody")
 
 
 def test_blocks_become_the_messages_of_a_chat() -> None:
@@ -141,6 +169,21 @@ def test_what_claude_code_always_sends_is_taken(server: Running) -> None:
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             anthropic.BadRequestError,
             "messages.0.content.0: Input tag 'image'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE_RESULT]}]},
+            anthropic.BadRequestError,
+            "messages.0.content.0.content.0.type: Input should be 'text'",
+        ),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}]},
+            anthropic.BadRequestError,
+            "tools.0.type: Input should be 'custom'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "word " * 2000}]},
+            anthropic.BadRequestError,
+            "prompt is too long: ",
         ),
         ({"extra_body": {"container": "c"}}, anthropic.BadRequestError, "container is not supported"),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice needs tools"),

@@ -68,6 +68,7 @@ logger = logging.getLogger("manylora")
 
 BODIES_AT_ONCE = 16  # bodies of the maximum size that may be received concurrently
 OLLAMA, ANTHROPIC = "/api/", "/v1/messages"
+VERSION = "anthropic-version"  # a header of all requests of Anthropic's clients
 
 
 @dataclass(eq=False)
@@ -262,6 +263,8 @@ class _Routes:
             card = known.get(self._catalog.aliases.resolve(alias))
             if card is not None and self._inference.may_use(alias, key):
                 cards.append({**card, **self._alias_fields(alias)})
+        if VERSION in request.headers:
+            return JSONResponse(anthropic.model_list(cards))
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request, key: ApiKey) -> Response:
@@ -269,11 +272,13 @@ class _Routes:
         name = self._catalog.aliases.resolve(given)
         if name in self._inference.bases:
             key.check(None)
-            return JSONResponse({**self._base_card(name), **self._alias_fields(given)})
-        self._inference.check_use(check_name(given, "model"), key)
-        await self._catalog.version(name)
-        card = self._adapter_card(self._catalog.entry(name), tiers(self.context.backend.stats()))
-        return JSONResponse({**card, **self._alias_fields(given)})
+            card = self._base_card(name)
+        else:
+            self._inference.check_use(check_name(given, "model"), key)
+            await self._catalog.version(name)
+            card = self._adapter_card(self._catalog.entry(name), tiers(self.context.backend.stats()))
+        card |= self._alias_fields(given)
+        return JSONResponse(anthropic.model_info(card) if VERSION in request.headers else card)
 
     def _alias_fields(self, name: str) -> dict[str, Any]:
         """What a name that may be an alias has in place of what it stands for."""
@@ -437,6 +442,8 @@ def _endpoint(name: str, path: str) -> Callable[[Request], Awaitable[Response]]:
         routes.context.metrics.count_response(path, response.status_code)
         seconds, number = time.monotonic() - started, request_id(request)
         response.headers["x-request-id"] = number
+        if VERSION in request.headers:
+            response.headers["request-id"] = number
         logger.debug("%s %d in %.3f s, request %s", path, response.status_code, seconds, number)
         return response
 
@@ -456,7 +463,7 @@ def failed(request: Request, path: str, error: Exception) -> Response:
 
 def _error_at(request: Request, path: str, error: ApiError) -> Response:
     """An error in the format of the API that the path belongs to."""
-    if path.startswith(ANTHROPIC):
+    if path.startswith(ANTHROPIC) or VERSION in request.headers:
         body = anthropic.error_body(error) | {"request_id": request_id(request)}
         return JSONResponse(body, error.status, headers=error.headers)
     if path in tgi.PATHS or (path == "/" and request.method == "POST"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,9 +27,11 @@ from manylora.doors.http.api.schema import (
 )
 from manylora.doors.http.serving.inference import Inference
 from manylora.doors.http.serving.keys import ApiKey
+from manylora.doors.http.serving.prompts import TOO_LONG
 from manylora.doors.http.serving.responses import Answers, TranslatedChat, encode, named_event
 
 EMPTY = {"type": "text", "text": ""}
+THREAD_NOT_FOUND = "thread_not_found"
 THOUGHT = {"type": "thinking", "thinking": "", "signature": ""}
 TYPES = ERROR_TYPES | {413: "request_too_large", 503: "overloaded_error"}
 # This API's names for fields of chats.
@@ -152,6 +155,13 @@ class ContextManagement(Body):
         return MAX_TOKENS if keep == "all" or keep.value is None else keep.value
 
 
+class Thread(Body):
+    """Tool runners of the SDKs send it. Nothing is stored here: they are told to send the whole chat."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: Text = ""
+
+
 class CountTokensRequest(Body):
     """What makes the prompt. model: the base model, an adapter or an alias."""
 
@@ -182,6 +192,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
     service_tier: Literal["auto", "standard_only"] | None = None
     speed: Literal["standard", "fast"] | None = None
     inference_geo: Text | None = None
+    thread: Thread | None = None
 
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
@@ -208,6 +219,9 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
         schema = body.output_config.format.schema_
         chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}
     if isinstance(body, MessagesRequest):
+        if body.thread is not None and body.thread.type == "continue":
+            reason = "thread: this server does not store threads: send all messages with type create"
+            raise ApiError(404, THREAD_NOT_FOUND, reason, "thread")
         user = (body.metadata or {}).get("user_id")
         chat["user"] = user[:512] if isinstance(user, str) else None
         chat |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream}
@@ -270,7 +284,29 @@ async def count_tokens(
 def error_body(error: ApiError) -> dict[str, Any]:
     error = renamed(error, NAMES)
     kind = TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    found: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.code == TOO_LONG:  # coding agents look for these words, and then summarise the chat
+        found["message"] = f"prompt is too long: {error.message}"
+    if error.code == THREAD_NOT_FOUND:
+        found["details"] = {"error_code": error.code}
+    return {"type": "error", "error": found}
+
+
+def model_list(cards: list[dict[str, Any]]) -> dict[str, Any]:
+    """cards: as OpenAI has them."""
+    ids = [card["id"] for card in cards]
+    data = [model_info(card) for card in cards]
+    return {
+        "data": data,
+        "has_more": False,
+        "first_id": ids[0] if ids else None,
+        "last_id": (ids or [None])[-1],
+    }
+
+
+def model_info(card: dict[str, Any]) -> dict[str, Any]:
+    created = datetime.fromtimestamp(card["created"], timezone.utc).isoformat().replace("+00:00", "Z")
+    return card | {"type": "model", "display_name": card["id"], "created_at": created}
 
 
 class MessagesAnswer(TranslatedChat):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import QUESTION, WEATHER, Running
+from serving import CITY, QUESTION, WEATHER, Running
 
 from manylora.doors.http.api.errors import ApiError
 from manylora.doors.http.api.parsing import parse
@@ -106,6 +106,19 @@ def test_a_call_that_is_cut_off_comes_as_far_as_it_is(server: Running, choice: A
     assert partial
 
 
+def test_an_answer_is_a_call_or_in_the_format(server: Running) -> None:
+    schema = {**CITY, "properties": {"city": {"enum": ["Lima"]}}}
+    json_format = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+    body: dict[str, Any] = {"model": "demo", "messages": QUESTION, "tools": [WEATHER], "temperature": 2}
+    found = set()
+    for seed in range(6):
+        answer = server.post("/v1/chat/completions", **body, seed=seed, response_format=json_format)
+        message = answer.json()["choices"][0]["message"]
+        calls = message.get("tool_calls") or []
+        found.add(message["content"] or calls[0]["function"]["arguments"].replace(" ", ""))
+    assert found <= {'{"city":"Lima"}', '{"city":"Rome"}', '{"city":"Oslo"}'} and len(found) > 1
+
+
 def test_only_allowed_tools_are_called(server: Running) -> None:
     named = [{"type": "function", "function": {"name": "clock"}}]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
@@ -125,7 +138,6 @@ def test_only_allowed_tools_are_called(server: Running) -> None:
         ({"tools": [], "tool_choice": "required"}, "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "no tool 'fly'"),
         ({"tools": [WEATHER, WEATHER]}, "same name"),
-        ({"response_format": {"type": "json_object"}}, "cannot be combined"),
     ],
 )
 def test_tools_that_cannot_be_used_are_refused(fields: dict[str, Any], words: str) -> None:

@@ -151,12 +151,29 @@ def after_thinking(guide: Guide, thinking: Thinking, opened: bool, token_id: Tok
     else:
         begun = f"({' | '.join(map(rules.literal, thinking.starts))})"
         start = rf"{thought} /\s*/ @answer" if opened else rf"({begun} {thought} /\s*/)? @answer"
+    return _around(rules.lark(start), "answer", guide, token_id)
+
+
+def or_calls(guide: Guide, call: dict[str, Any], marks: Mapping[str, str], token_id: TokenId) -> Guide:
+    """The same, or calls of tools instead. call: JSON schema of one. marks: what may be before it, and what
+    is then behind it. Raises RequestError.
+    """
+    rules = Rules(token_id)
+    begun = [rf"({rules.literal(mark)} /\s*/ call /\s*/ {rules.literal(marks[mark])})+" for mark in marks]
+    spaced = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+    found = json.dumps({"x-guidance": spaced} | closed(call))
+    lark = rules.lark(" | ".join(["@format", "call", *begun]))
+    return _around(f"{lark}\ncall: %json {found}\n", "format", guide, token_id)
+
+
+def _around(lark: str, name: str, guide: Guide, token_id: TokenId) -> Guide:
+    """A grammar that refers to the guide by this name. Raises RequestError."""
     try:
-        answer = _grammars(guide.type, guide.text, token_id)
-        answer[0]["name"] = "answer"
+        inner = _grammars(guide.type, guide.text, token_id)
+        inner[0]["name"] = name
     except Exception as error:  # llguidance has no exception class of its own
         raise RequestError(f"guided_decoding_guide is not a valid {guide.type}: {error}") from None
-    return Guide("llguidance", json.dumps({"grammars": [{"lark_grammar": rules.lark(start)}, *answer]}))
+    return Guide("llguidance", json.dumps({"grammars": [{"lark_grammar": lark}, *inner]}))
 
 
 class Rules:

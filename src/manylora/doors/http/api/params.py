@@ -16,11 +16,11 @@ from manylora.doors.http.api import errors, schema
 from manylora.doors.http.api.errors import FORMAT, ApiError, context_length, invalid_value, unsupported_field
 from manylora.doors.http.api.parsing import check_size
 from manylora.doors.http.api.schema import ChatRequest, CompletionRequest, GenerationRequest
-from manylora.doors.http.api.tools import ToolUse, reply_format, tool_use
+from manylora.doors.http.api.tools import ToolUse, any_call, json_marks, reply_format, tool_use
 from manylora.errors import RequestError
 from manylora.generation.decoding import Decoding, decoding_of
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
-from manylora.generation.guides import after_thinking, choice_pattern, json_guide
+from manylora.generation.guides import after_thinking, choice_pattern, json_guide, or_calls
 from manylora.generation.reply import ReplyFormat
 from manylora.generation.reply_formats import CHOSEN_BY_TEMPLATE, Parsers
 from manylora.generation.sampling import SamplingParams
@@ -75,6 +75,10 @@ def shared_of(
     bias, reply = _logit_bias(body, limits.vocab_size), None
     if isinstance(body, ChatRequest):
         reply = reply_format(body, use, parsers, tokenizer.chat_template, prompt)
+    if use is not None and guide is not None and field != TOOLS and guide.type != "structural_tag":
+        with _naming(TOOLS):
+            marks = json_marks(parsers, tokenizer.chat_template)
+            guide = or_calls(guide, any_call(use.tools), marks, tokenizer.mark_id)
     if reply is not None and reply.thinking is not None:
         if guide is not None:
             with _naming(field):
@@ -228,6 +232,7 @@ GUIDES = {
     "guided_grammar": "grammar",
     "ebnf": "ebnf_grammar",
 }
+TOOLS = "tools"
 FORMATS = {  # response_format type -> the same, and its field
     "regex": ("regex", "regex"),
     "ebnf": ("ebnf_grammar", "ebnf"),
@@ -245,14 +250,13 @@ def guide_of(body: GenerationRequest, use: ToolUse | None) -> tuple[str, Guide |
     if use is not None:
         # If only tool calls are allowed, a text format has no effect. Some clients send both.
         found = [one for one in found if not (use.only_calls and one[0] == FORMAT)]
-        with _naming("tools"):
+        with _naming(TOOLS):
             guide = use.guide()
-        if found and guide is None and found[0][1].type == "structural_tag":  # which may describe the calls
-            return found[0]
-        if found:
+        if not found:
+            return TOOLS, guide
+        if guide is not None and (use.only_calls or found[0][1].type == "structural_tag"):
             reason = f"tools and {found[0][0]} cannot be combined: leave one out"
             raise invalid_value(reason, found[0][0])
-        return "tools", guide
     if len(found) > 1:
         reason = f"{found[0][0]} and {found[1][0]} both bind the answer: give one"
         raise invalid_value(reason, found[1][0])

@@ -11,10 +11,11 @@ from manylora.doors.http.api.errors import ApiError, invalid_value
 from manylora.doors.http.api.schema import AllowedToolChoice, ChatRequest, NamedToolChoice, Tool
 from manylora.generation.guides import closed, json_guide
 from manylora.generation.reply import ReplyFormat
-from manylora.generation.reply_formats import Parsers, marks_of, thinking_of
+from manylora.generation.reply_formats import SECTIONS, TOOL_MARKS, Parsers, marks_of, thinking_of
 from manylora.request import Guide
 
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # as the engine compiles a plain schema
+NOT_JSON = {*SECTIONS, "<function=", "<|tool_call>"}  # calls that begin so
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class ToolUse:
             wanted = next(tool for tool in self.tools if tool.function.name == self.named)
             return json_guide(_arguments(wanted))
         if self.required:
-            return json_guide(_any_call(self.tools))
+            return json_guide(any_call(self.tools))
         if any(tool.function.strict for tool in self.tools):
-            call = json.dumps(COMPACT | closed(_any_call(self.tools)))
+            call = json.dumps(COMPACT | closed(any_call(self.tools)))
             text = r"/\s*([^\s{\[<](.|\n)*)?/"
             return Guide("lark_grammar", f"start: text | call\ntext: {text}\ncall: %json {call}\n")
         return None
@@ -76,14 +77,13 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
         raise invalid_value(f"tool_choice: there is no tool {named!r}", "tool_choice")
     if choice == "none":
         return None
-    bound = body.response_format is not None and body.response_format.type not in ("text", "structural_tag")
-    if bound and not use.only_calls:
-        reason = (
-            "tools and response_format cannot be combined: leave one out, or set tool_choice to none, or to "
-            "what must be called"
-        )
-        raise invalid_value(reason, "response_format")
     return use
+
+
+def json_marks(parsers: Parsers, template: str | None) -> dict[str, str]:
+    """What the template shows before a call that is JSON, and behind it."""
+    marks = marks_of(parsers.tools, template)
+    return {one: TOOL_MARKS[one] for one in marks if one in (template or "") and one not in NOT_JSON}
 
 
 def reply_format(
@@ -117,7 +117,7 @@ def _arguments(tool: Tool) -> dict[str, Any]:
     return {"type": "object", **(tool.function.parameters or {})}
 
 
-def _any_call(tools: Sequence[Tool]) -> dict[str, Any]:
+def any_call(tools: Sequence[Tool]) -> dict[str, Any]:
     """JSON schema of a call of any of these tools. `$defs` move to the top level."""
     definitions: dict[str, dict[str, Any]] = {}
     calls = []

@@ -97,7 +97,7 @@ FILES = {
 HEAD = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>manylora: the API</title>'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    '<link rel="stylesheet" href="/page/docs.css"><h1>The API</h1>'
+    '<link rel="icon" href="/page/icon.svg"><link rel="stylesheet" href="/page/docs.css"><h1>The API</h1>'
     '<p>As a document for programs: <a href="/openapi.json">/openapi.json</a>.</p>'
 )
 LIMITS = {

@@ -94,6 +94,32 @@ def test_grammars_of_both(server: Running) -> None:
     assert found["generated_text"].isdigit() and found["details"]["finish_reason"] == "eos_token"
 
 
+def test_chats_of_its_clients(server: Running, client: InferenceClient) -> None:
+    """They name no model, and send formats and the name of a tool in their own form."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    chat: Any = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 16, "temperature": 0}
+
+    def content(**more: Any) -> Any:
+        return client.chat_completion(**chat, **more).choices[0].message.content
+
+    assert content() == content(model="demo") != content(model="chinese")
+    for given in (
+        {"type": "json", "value": schema},
+        {"type": "json_object", "value": schema},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}},
+        {"type": "json_object", "schema": schema},  # llama.cpp's
+    ):
+        assert content(response_format=given) == '{"a":1}', given
+    assert content(response_format={"type": "regex", "value": "[0-9]{3}"}).isdigit()
+    tool = {"type": "function", "function": {"name": "a", "parameters": schema}}
+    asked = {**chat, "model": "tgi", "tools": [tool], "tool_choice": "a"}
+    [call] = server.ask("/v1/chat/completions", **asked)["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "a", "arguments": '{"a":1}'}
+    wrong = {"type": "json_object", "value": schema, "schema": schema}
+    refused = server.post("/v1/chat/completions", **chat, response_format=wrong)
+    assert refused.status_code == 400 and "response_format." in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("parameters", "status", "kind", "hint"),
     [

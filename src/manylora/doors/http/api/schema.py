@@ -170,7 +170,8 @@ class LoraMember(Body):
 
 class ResponseFormat(Body):
     """json_schema needs json_schema.schema; regex, ebnf and lark_grammar a field of the same name; llguidance
-    its JSON form in grammar; structural_tag format, or structures and triggers.
+    its JSON form in grammar; structural_tag format, or structures and triggers. llama.cpp's json_object may
+    have a schema, TGI's json, json_object and regex have a value.
     """
 
     type: Literal[
@@ -184,6 +185,18 @@ class ResponseFormat(Body):
     format: dict[str, Any] | None = None
     structures: Items[dict[str, Any]] | None = Field(None, max_length=1024)
     triggers: Items[str] | None = Field(None, max_length=1024)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_llama_cpp_and_tgi(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        found = [] if kind is None else [name for name in ("schema", "value") if given.get(name) is not None]
+        if len(found) != 1 or kind not in ("json", "json_object", "regex") or given.get(kind) is not None:
+            return given
+        rest, value = {name: one for name, one in given.items() if name != found[0]}, given[found[0]]
+        if kind == "regex":
+            return rest | {"regex": value}
+        return rest | {"type": "json_schema", "json_schema": {"schema": value}}
 
     @property
     def schema_given(self) -> dict[str, Any] | None:
@@ -353,6 +366,17 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
+def _named_tool(given: Any) -> Any:
+    """TGI's form is the name alone."""
+    is_name = isinstance(given, str) and given not in ("none", "auto", "required")
+    return {"type": "function", "function": {"name": given}} if is_name else given
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice, BeforeValidator(_named_tool)
+]
+
+
 class Prediction(Body):
     type: Literal["content"]
     content: str | Items[TextPart]
@@ -366,7 +390,7 @@ class ChatRequest(TemplateFields, GenerationRequest):
 
     messages: Items[Message] = Field(min_length=1, max_length=4096)
     tools: Items[Tool] = Field([], max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice = "auto"
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True  # false: at most one call in an output
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     logprobs: bool = False

@@ -43,6 +43,7 @@ from manylora.generation.tokenizer import Tokenizer
 from manylora.request import MAX_MIXED, MAX_SCALE, Pooling
 
 PROBE_S = 2.0
+PLACEHOLDERS = ("tgi", "dummy")  # what clients of TGI send as the model of the server at a URL
 BuildResponse = Callable[[Answers], ResponseBuilder]
 
 
@@ -403,7 +404,7 @@ def choose_adapter(
     """
     choices = list(_by_other_fields(body, known, name_of_path))
     model = body.model
-    if model and model not in bases:
+    if model and model not in bases and (model not in PLACEHOLDERS or known(model)):
         base = next((base for base in bases if model.startswith(base + ":")), None)
         model = model if base is None else model[len(base) + 1 :]
         # Beside another field, an unknown `model` means the base model: many servers ignore that field, so

@@ -151,6 +151,7 @@ def test_usage_comes_with_every_chunk_where_it_is_asked_for(server: Running) -> 
         {"structured_outputs": {"grammar": 'root ::= "yes" | "no"', "json": None}},
         {"structured_outputs": {"grammar": 'start: "yes" | "no"'}},
         {"guided_regex": "yes|no"},
+        {"guided_regex": "yes|no", "structured_outputs": {"regex": "yes|no"}},  # guidance sends both
         {"guided_choice": list(WORDS)},
         {"guided_grammar": 'root ::= "yes" | "no"'},
         {"regex": "yes|no"},

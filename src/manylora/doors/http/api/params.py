@@ -245,7 +245,7 @@ OF_STRUCTURED = ("json_", "regex", "choice", "grammar", "json_object", "structur
 
 
 def guide_of(body: GenerationRequest, use: ToolUse | None) -> tuple[str, Guide | None]:
-    """The field that constrains the output, and its guide. Raises ApiError, also if two fields do."""
+    """The field that constrains the output, and its guide. Raises ApiError, also if two fields differ."""
     found = list(_guides(body))
     if use is not None:
         # If only tool calls are allowed, a text format has no effect. Some clients send both.
@@ -257,9 +257,9 @@ def guide_of(body: GenerationRequest, use: ToolUse | None) -> tuple[str, Guide |
         if guide is not None and (use.only_calls or found[0][1].type == "structural_tag"):
             reason = f"tools and {found[0][0]} cannot be combined: leave one out"
             raise invalid_value(reason, found[0][0])
-    if len(found) > 1:
-        reason = f"{found[0][0]} and {found[1][0]} both bind the answer: give one"
-        raise invalid_value(reason, found[1][0])
+    for field, guide in found[1:]:
+        if guide != found[0][1]:  # some clients send vLLM's newer and older field
+            raise invalid_value(f"{found[0][0]} and {field} both bind the answer: give one", field)
     return found[0] if found else (FORMAT, None)
 
 

@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         if name not in EXTRAS:
             raise
-        print(f"manylora {name} needs {error.name}: pip install 'manylora[{EXTRAS[name]}]'", file=sys.stderr)
+        what = f" needs {error.name}" if error.name else f": {error}"  # a package that others do not fit
+        print(f"manylora {name}{what}: pip install 'manylora[{EXTRAS[name]}]'", file=sys.stderr)
     except (ManyloraError, ValueError, OSError) as error:
         print(f"manylora {name}: {error}", file=sys.stderr)
     return NOT_COMPARED if name == "verify" else 1

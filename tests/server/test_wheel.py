@@ -35,6 +35,8 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 )
 def whole(request: pytest.FixtureRequest) -> bool:
     """Or without the compiled libraries: to compile them for every level takes minutes."""
+    if request.param:
+        pytest.importorskip("ziglang", reason="needs a cross-compiler: pip install ziglang")
     return request.param
 
 

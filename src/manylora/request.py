@@ -50,6 +50,7 @@ RULES: tuple[tuple[str, str, str, Callable[[Any], bool]], ...] = (
     ("min_tokens", "min_length (min_tokens)", "must be >= 0", lambda n: n >= 0),
     ("num_return_sequences", "num_return_sequences", "must be > 0", lambda n: n > 0),
     ("min_p", "min_p", "must be in [0, 1]", lambda x: 0 <= x <= 1),
+    ("typical_p", "typical_p", "must be in (0, 1]", lambda x: 0 < x <= 1),
     ("top_p_min", "runtime_top_p_min", "must be in (0, 1]", lambda x: 0 < x <= 1),
     ("top_p_decay", "runtime_top_p_decay", "must be in (0, 1]", lambda x: 0 < x <= 1),
     ("beam_width", "beam_width", "must be > 0", lambda n: n > 0),
@@ -92,6 +93,9 @@ class SamplingConfig:
     top_k: int | None = None  # 0 or None: no limit
     top_p: float | None = None  # 0 or None: not set
     min_p: float = 0.0  # exclude tokens less probable than this times the most probable one
+    typical_p: float = (
+        1.0  # of what is left, keep the tokens whose information is nearest to the expected one
+    )
     top_p_min: float = 1e-6  # top_p is multiplied by top_p_decay after every token, down to this,
     top_p_decay: float = 1.0
     top_p_reset_id: int | None = None  # and is reset to its first value after this token

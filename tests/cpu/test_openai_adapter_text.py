@@ -168,7 +168,7 @@ def test_defaults_that_cannot_act_are_refused_by_name(given: Any, reason: str) -
 
 
 def test_defaults_that_ask_for_nothing_are_taken() -> None:
-    given = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "_from_model_config": True}
+    given = {"num_beams": 1, "no_repeat_ngram_size": 0, "guidance_scale": 1.0, "_from_model_config": True}
     assert GenerationDefaults.parse(given | {"max_length": 20}, 8) == GenerationDefaults()
 
 

@@ -121,7 +121,8 @@ def test_rows_of_every_cut_in_one_batch_follow_the_definition(monkeypatch: pytes
     """And none puts a whole vocabulary in order."""
     generator = torch.Generator().manual_seed(3)
     cuts = [{"top_k": 5}, {"top_k": 40, "top_p": 0.7}, {"top_p": 0.8}, {"top_k": 200, "min_p": 0.02}]
-    made = [sequence(SamplingConfig(seed=i, **cuts[i % 4])) for i in range(24)]  # type: ignore[arg-type]
+    cuts += [{"top_p": 0.9, "typical_p": 0.4}, {"top_k": 40, "typical_p": 0.6}]
+    made = [sequence(SamplingConfig(seed=i, **cuts[i % 6])) for i in range(24)]  # type: ignore[arg-type]
     logits = torch.randn(24, 1000, generator=generator).mul(3).round()  # with many that are equal
     sorted_rows: list[int] = []
     sort = torch.sort
@@ -149,6 +150,12 @@ def _by_definition(logits: np.ndarray, made: Sequence) -> int:
     weights[weights < params.min_p] = 0
     probs = weights / weights.sum()
     probs[np.cumsum(probs) - probs >= (params.top_p or 1)] = 0
+    if params.typical_p < 1:
+        probs /= probs.sum()
+        information = -np.log(probs, out=np.full_like(probs, -np.inf), where=probs > 0)
+        expected = (probs[probs > 0] * information[probs > 0]).sum()
+        nearest = np.argsort(np.abs(information - expected), kind="stable")
+        probs[nearest[np.cumsum(probs[nearest]) - probs[nearest] >= params.typical_p]] = 0
     if not params.top_k:  # drawn in the order of ids
         back = np.argsort(order)
         order, probs = order[back], probs[back]

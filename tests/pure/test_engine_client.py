@@ -12,9 +12,9 @@ from manylora.errors import RequestError
 from manylora.request import Guide, Request, SamplingConfig
 
 FULL = SamplingConfig(
-    max_tokens=9, end_id=2, temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, seed=2**63 + 1, min_tokens=3,
-    repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.5, prompt_ignore_length=3,
-    stop_words=((1, 2), (3,)),
+    max_tokens=9, end_id=2, temperature=0.5, top_k=7, top_p=0.75, min_p=0.25, typical_p=0.5,
+    seed=2**63 + 1, min_tokens=3, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.5,
+    prompt_ignore_length=3, stop_words=((1, 2), (3,)),
     bad_words=((4,),), use_drafts=False, num_return_sequences=2, guide=Guide("lark_grammar", 'start: "é"'),
     return_log_probs=True, return_context_logits=True, return_generation_logits=True,
 )  # fmt: skip

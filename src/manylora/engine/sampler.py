@@ -317,14 +317,16 @@ def _num_ordered(sequence: Sequence, vocab: int) -> int:
 
 
 class _Drawing:
-    """Inverse-CDF sampling of R rows, after cuts by top-k and min-p, then by top-p. Without a top-k nothing
-    is sorted. size: see `_num_ordered`. decays: whether any top-p changes with the drawn tokens.
+    """Inverse-CDF sampling of R rows, after cuts by top-k and min-p, then by top-p, then by typical-p.
+    Without top-k and typical-p nothing is sorted. size: see `_num_ordered`. decays: whether any top-p changes
+    with the drawn tokens.
     """
 
     def __init__(self, size: int, some: _RowSubset, sequences: list[Sequence], device: torch.device) -> None:
         self.some, self._size = some, size
         params = [sequence.request.params for sequence in sequences]
         self._least = _column(params, "min_p", 0.0, torch.float32, device)
+        self._typical = _column(params, "typical_p", 1.0, torch.float64, device)
         self._top_k = upload([[p.top_k or 0] for p in params], torch.long, device)
         shares = [[sequence.top_p or 1.0] for sequence in sequences]
         self._seeds = [p.seed or 0 for p in params]
@@ -353,7 +355,7 @@ class _Drawing:
             cut = self._cut_by_min_p(logits, logits.amax(dim=-1, keepdim=True))
             if self._top_p is not None:
                 cut = cut_by_top_p(cut, self._top_p)
-            rank = _place(torch.softmax(cut, dim=-1), draws)
+            rank = _place(self._keep_typical(torch.softmax(cut, dim=-1)), draws)
             return rank.clamp_(max=logits.shape[-1] - 1).squeeze(1)
         # From the largest logits, in descending order; equal ones are ordered by id.
         ordered, order = _largest(logits, self._size)
@@ -363,7 +365,7 @@ class _Drawing:
         if self._top_p is not None:
             before = torch.cumsum(probs, dim=-1) - probs
             probs = probs.masked_fill(before >= self._top_p.float(), 0.0)
-        rank = _place(probs, draws)
+        rank = _place(self._keep_typical(probs), draws)
         # Penalties that overflow leave a row without probabilities. The other rows must not fail with it.
         rank = torch.minimum(rank, (probs > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
         return torch.gather(order, 1, rank).squeeze(1)
@@ -372,6 +374,17 @@ class _Drawing:
         if self._least is None:
             return logits
         return logits.masked_fill(logits < largest + self._least.log(), -torch.inf)
+
+    def _keep_typical(self, probs: Tensor) -> Tensor:
+        """probs [R, n], whose sum need not be 1. Rows that do not ask for it are not changed."""
+        if self._typical is None:
+            return probs
+        whole = probs.double() / probs.sum(dim=-1, keepdim=True)
+        entropy = torch.special.entr(whole).sum(dim=-1, keepdim=True)
+        order = (whole.log() + entropy).abs().argsort(dim=-1, stable=True)
+        ordered = whole.gather(1, order)
+        cut = (ordered.cumsum(dim=-1) - ordered >= self._typical) & (self._typical < 1)
+        return probs.masked_fill(torch.zeros_like(cut).scatter(1, order, cut), 0.0)
 
 
 def _largest(logits: Tensor, size: int) -> tuple[Tensor, Tensor]:

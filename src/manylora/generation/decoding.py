@@ -18,7 +18,7 @@ CONVERTED_FIELDS = {"end_id", "top_k", "top_p", "early_stopping"}
 COPIED_FIELDS = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(engine.SamplingConfig)}
 COPIED_FIELDS -= CONVERTED_FIELDS
 FLOATS = {f.name for f in fields(SamplingParams) if str(f.type).startswith("float")}
-OF_DRAWING = ("temperature", "top_k", "top_p", "min_p")
+OF_DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ LLAMA_CPP: Mapping[str, Any] = MappingProxyType(
 )
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})  # values without effect
 OFF_AT_ONE = {
-    "num_beams", "num_beam_groups", "num_return_sequences", "typical_p", "guidance_scale",
+    "num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale",
     "encoder_repetition_penalty",
 }  # fmt: skip
 

@@ -50,6 +50,7 @@ PARAMETERS = (
     Parameter("top_p", float, 1.0, 0, 1, "runtime_top_p", option_default=0.9),
     Parameter("top_k", int, -1, -1, MOST, "runtime_top_k", option_default=40),
     Parameter("min_p", float, 0.0, 0, 1, without=("bls", "llmapi", "anthropic")),
+    Parameter("typical_p", float, 1.0, 0.001, 1, without=("bls", "llmapi", "vllm", "anthropic")),
     Parameter("use_drafts", bool, True, without=("bls", "llmapi", "vllm", "ollama", "anthropic", "files")),
     Parameter(
         "repetition_penalty", float, 1.0, 0.001, 100, option="repeat_penalty", without=("llmapi", "anthropic")
@@ -193,8 +194,10 @@ class SamplingParams:
     repetition_penalty: > 1 lowers the logits of tokens in prompt and output. presence_penalty,
     frequency_penalty: subtracted from them, once or per occurrence, after the temperature.
     prompt_ignore_length: ignore this many tokens at the prompt's start for these two. min_p: exclude tokens
-    less probable than this factor times the most probable one. min_tokens: nothing ends the output before. n,
-    best_of: return the n of best_of samples with the highest cumulative log probability, best first.
+    less probable than this factor times the most probable one. typical_p: of the tokens that are left, keep
+    those whose information (-log p) is nearest to the expected one, until their probabilities add up to it.
+    min_tokens: nothing ends the output before. n, best_of: return the n of best_of samples with the highest
+    cumulative log probability, best first.
     use_beam_search: the n best of best_of beams, by log probability / length ** length_penalty.
     early_stopping: 1 ends when best_of beams have ended, 0 when no other can become better.
     beam_search_diversity_rate: rank a beam's n-th best token n * rate lower. top_p_min, top_p_decay,
@@ -236,6 +239,7 @@ class SamplingParams:
     early_stopping: int | None = None
     no_repeat_ngram_size: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     use_drafts: bool | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None

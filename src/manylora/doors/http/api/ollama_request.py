@@ -52,7 +52,6 @@ class Options(OllamaSampling):
     mirostat_tau: float | None = None  # mirostat parameters
     mirostat_eta: float | None = None
     tfs_z: float = Field(1.0, ge=1, le=1)
-    typical_p: float = Field(1.0, ge=1, le=1)
     penalize_newline: Literal[True] = True
 
 

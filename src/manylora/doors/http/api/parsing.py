@@ -165,6 +165,5 @@ INSTEAD = {
     "return_tokens_as_token_ids": "use return_token_ids",
     "stop_words": "use stop",
     "streaming": "use stream",
-    "typical_p": "use top_p or top_k",
 }
 """What to do instead, by the name of a field that is not accepted."""

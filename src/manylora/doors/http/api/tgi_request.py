@@ -87,6 +87,7 @@ class TgiParameters(Body):
     top_n_tokens: int | None = Field(None, ge=0, le=20)
     top_p: float | None = Field(None, gt=0, le=1)
     truncate: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    typical_p: float | None = Field(None, gt=0, le=1)
     watermark: Literal[False] = False
 
     @model_validator(mode="before")
@@ -99,7 +100,7 @@ class TgiParameters(Body):
     @property
     def samples(self) -> bool:
         """Whether tokens are drawn. Otherwise the most probable one is taken."""
-        asked = (self.temperature, self.top_k, self.top_p)
+        asked = (self.temperature, self.top_k, self.top_p, self.typical_p)
         return self.temperature != 0 and (self.do_sample or any(one is not None for one in asked))
 
 
@@ -148,7 +149,7 @@ def completion_request(
         wanted = min(wanted, room)
     known = {
         name: getattr(given, name)
-        for name in ("temperature", "top_k", "top_p", "repetition_penalty", "frequency_penalty")
+        for name in ("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "frequency_penalty")
     }
     if not given.samples:
         known |= {"temperature": 0.0, "top_k": -1, "top_p": 1.0}

@@ -62,7 +62,7 @@ def first_tokens(world: World, clock: Clock, report: Report, prompt: int, step_s
     a decode step."""
     cache = _Cache(world, 16, 1)
     pool, layout, pages = cache.pool, cache.layout, list(range(cache.layout.num_pages))
-    rows = pool.rows(layout, pages)
+    rows = pool.loaded(layout, pages).rows
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "adapter.npy"
         np.save(path, np.random.default_rng(0).normal(0, 0.02, sum(cache.sizes)).astype(np.float16))

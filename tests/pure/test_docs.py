@@ -31,7 +31,7 @@ SECTION_OF_COMMAND = {
     "serve": ("openai_server.md", "# The OpenAI server"),
     "build": ("models.md", "## manylora build"),
     "bench": ("benchmarks.md", "## manylora bench"),
-    "fleet": ("fleet.md", "# A fleet"),
+    "fleet": ("deploy.md", "## A fleet"),
 }
 ELSEWHERE = ("migration.md",)  # names files of upstream
 TABLES = SERVE, SERVE_SWITCHES, FLEET
@@ -129,7 +129,7 @@ def test_the_parameters_in_tables_are_template_variables() -> None:
 def test_every_metric_has_its_row() -> None:
     """A metric's name is a string of the code, wherever its table is."""
     text = section(ROOT / "docs" / "triton_server.md", "## Metrics") + section(
-        ROOT / "docs" / "fleet.md", "## Metrics and the page"
+        ROOT / "docs" / "deploy.md", "### Metrics and the page"
     )
     named = set(VARIABLE_METRIC.findall(text))
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))

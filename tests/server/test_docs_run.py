@@ -25,8 +25,7 @@ from waiting import answers
 NOT_RUN = {
     "CONTRIBUTING.md": "the checks of a change",
     "docs/extending.md": "code to write",
-    "docs/deploy.md": "needs a container engine, or systemd",
-    "docs/fleet.md": "needs Ray (the extra `fleet`)",
+    "docs/deploy.md": "needs a container engine, systemd, or Ray (the extra `fleet`)",
     "docs/hardware.md": "needs a GPU",
     "examples/demo/README.md": "trains for an hour",
     "examples/smollm2/README.md": "trains for half an hour",

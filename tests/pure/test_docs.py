@@ -42,7 +42,6 @@ FOREIGN = {
     # aiperf and guidellm, on the page of `bench`
     "--constraint", "--data", "--isl", "--model-selection-strategy", "--osl", "--profile", "--request-count",
     "--request-rate", "--served-model-name",
-    "--adapters", "--rate", "--read-seconds", "--step-seconds",  # benchmarks/fleet_simulation.py
     # Taken or refused by `serve` or `fleet`, and not in their help.
     *(f"--{name.replace('_', '-')}" for table in TABLES for name in table),
 }  # fmt: skip

@@ -33,55 +33,31 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
+from loads import ALL, MODELS, module_sizes, save_adapter
 
 from manylora.adapters import staging
 from manylora.adapters.cache.store import AdapterStore
 from manylora.adapters.catalog.files import SETTLED_NS
-from manylora.adapters.formats.tensor_files import RawTensor, encode, write_safetensors
 from manylora.config.engine import LoraCacheConfig
 from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
 
-LAYERS, HIDDEN, INNER, RANK = 32, 4096, 11008, 16
-LINEARS = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (HIDDEN, HIDDEN),
-    "self_attn.v_proj": (HIDDEN, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (HIDDEN, INNER), "mlp.up_proj": (HIDDEN, INNER), "mlp.down_proj": (INNER, HIDDEN),
-}  # fmt: skip
-STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+RANK = 16
+SHAPE = MODELS["7b"][1]
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 def write_model(folder: Path) -> Path:
     folder.mkdir()
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
-        "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": 32,
-        "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "dtype": "bfloat16", "hidden_act": "silu",
-        "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "dtype": "bfloat16",
+        "hidden_act": "silu", "tie_word_embeddings": False, **SHAPE,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
-
-
-def write_adapter(folder: Path, stored: str) -> int:
-    """Returns the number of elements."""
-    rng = np.random.default_rng(0)
-    tensors: dict[str, RawTensor] = {}
-    for layer in range(LAYERS):
-        for name, (in_dim, out_dim) in LINEARS.items():
-            path = f"base_model.model.model.layers.{layer}.{name}"
-            for side, shape in (("A", (RANK, in_dim)), ("B", (out_dim, RANK))):
-                key = f"{path}.lora_{side}.weight"
-                values = rng.standard_normal(shape, np.float32) * np.float32(0.02)
-                tensors[key] = encode(key, values, STORED[stored])
-    write_safetensors(folder / "adapter_model.safetensors", tensors)
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 32, "target_modules": [*LINEARS]}
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return LAYERS * RANK * sum(map(sum, LINEARS.values()))
 
 
 def resident() -> tuple[int, int]:
@@ -155,19 +131,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--stored", choices=STORED, default="float32", help="dtype in the file")
-    parser.add_argument("--dtype", choices=STORED, default="float32", help="dtype in the cache")
+    parser.add_argument("--stored", choices=DTYPES, default="float32", help="dtype in the file")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype in the cache")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model")
         catalog = Path(folder) / "adapters"
-        numbers = write_adapter(catalog / "one", options.stored)
-        write_adapter(catalog / "two", options.stored)
+        for name in ("one", "two"):
+            save_adapter(catalog / name, "7b", RANK, ALL, 0, options.stored)
         settings = json.loads((catalog / "two" / "adapter_config.json").read_text(encoding="utf-8"))
         settings["lora_alpha"] = 16  # the same tensors, but a different adapter
         (catalog / "two" / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
-        nbytes = numbers * dtype.itemsize
+        elements = SHAPE["num_hidden_layers"] * RANK * sum(map(sum, module_sizes("7b").values()))
+        nbytes = elements * dtype.itemsize
         # Room for one adapter, as rows are rounded up to slots: loading one adapter evicts the other.
         room = nbytes * 11 // 10
         config = LoraCacheConfig(
@@ -217,14 +194,6 @@ def main() -> None:
     print(
         f"memory beyond the caches: {beyond['first']:.2f} and {beyond['again']:.2f} times the adapter's bytes"
     )
-    figures = {
-        "stored": options.stored, "dtype": options.dtype, "mbytes": nbytes / 1e6, "rounds": options.rounds,
-        "copied_twice_s": copy.wall, "first_s": anew.wall, "again_s": back.wall,
-        "copied_twice_cpu_s": copy.busy, "first_cpu_s": anew.busy, "again_cpu_s": back.busy,
-        "ratio": back.wall / copy.wall, "cpu_ratio": back.busy / copy.busy, "memory_ratio": beyond["first"],
-        "memory_again_ratio": beyond["again"],
-    }  # fmt: skip
-    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}))
 
 
 if __name__ == "__main__":

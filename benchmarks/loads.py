@@ -1,7 +1,7 @@
 """The models, adapters and requests that the CPU benchmarks share. All but smollm2 are random and seeded.
 
-small is a Llama of 125 million parameters, mid a Qwen2 of 387 million, smollm2 the published
-SmolLM2-135M-Instruct. 32 requests, 16 concurrent.
+small is a Llama of 125 million parameters, mid a Qwen2 of 387 million, 7b has Llama-2-7B's shape, smollm2 is
+the published SmolLM2-135M-Instruct. 32 requests, 16 concurrent.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                         "num_key_value_heads": 4, "intermediate_size": 2048}),
     "mid": ("qwen2", {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
                       "num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True}),
+    "7b": ("llama", {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+                     "num_key_value_heads": 32, "intermediate_size": 11008}),
     "smollm2": ("llama", {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
                           "num_key_value_heads": 3, "intermediate_size": 1536}),
 }  # fmt: skip

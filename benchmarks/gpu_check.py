@@ -15,8 +15,6 @@ from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.transfer import to_device
 from manylora.model.decoder import Decoder
 
-__all__ = ["check"]
-
 CASES = (("tiny", ALL, None), ("tiny experts", EXPERTS, None), ("tiny windows", ALL, torch.float8_e4m3fn))
 BATCHES = ([1, 1, 1], [5, 1, 20])
 

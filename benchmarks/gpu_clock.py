@@ -11,8 +11,6 @@ from torch import Tensor
 
 from manylora.kernels.device import Arrival, Device
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """repeats: measured calls after a warm-up call; 0 for a single call without warm-up. deadline: a time of

@@ -25,8 +25,6 @@ from manylora.config.engine import LoraCacheConfig
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import LoraBatch, LoraSegment
 
-__all__ = ["first_tokens", "zipf"]
-
 SECTION = "Time to first token, rank 16, 7 modules"
 BATCH = 32
 

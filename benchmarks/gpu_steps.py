@@ -13,8 +13,6 @@ from gpu_world import ALL, QKV, World
 from manylora.kernels.spec import LoraTarget
 from manylora.kernels.transfer import to_device
 
-__all__ = ["Steps", "ranks_text"]
-
 PREFILL_REPEATS = 3
 
 

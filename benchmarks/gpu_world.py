@@ -23,8 +23,6 @@ from manylora.kernels.transfer import to_device
 from manylora.model.decoder import Decoder
 from manylora.model.plan import checkpoint_plan
 
-__all__ = ["ALL", "EXPERTS", "QKV", "Adapters", "World", "model_shape"]
-
 QKV, ALL = (1, 2, 3), (1, 2, 3, 4, 5, 6, 7)  # module ids
 EXPERTS = (1, 2, 3, 4, 13, 14, 15)
 PAGE = 64

@@ -13,8 +13,7 @@ from setuptools.command.build import build
 SRC = Path(__file__).resolve().parent / "src"
 sys.path.insert(0, str(SRC))
 from manylora.kernels import native
-from manylora.system.compiler import Source, compile_library, find_zig
-from manylora.system.processor import LEVELS, Level
+from manylora.system.compiler import LEVELS, Level, Source, compile_library, find_zig
 
 PACKAGE = SRC / "manylora"
 # Libraries other than the kernels. They are compiled only for the lowest level of each architecture.

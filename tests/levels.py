@@ -14,8 +14,16 @@ import pytest
 from selection import extended
 
 from manylora.kernels import native
-from manylora.system.compiler import Compiler, Source, build_library, find_compiler, find_zig
-from manylora.system.processor import LEVELS, Level, find_levels
+from manylora.system.compiler import (
+    LEVELS,
+    Compiler,
+    Level,
+    Source,
+    build_library,
+    find_compiler,
+    find_levels,
+    find_zig,
+)
 
 SIMULATED = "x86-64-v4 by simde"
 NAMES = (*(level.name for level in LEVELS), SIMULATED)

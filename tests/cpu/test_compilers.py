@@ -20,8 +20,7 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.reference import ACTIVATIONS
 from manylora.kernels.spec import AttentionBatch, AttentionParams
 from manylora.model.quant import quantise
-from manylora.system.compiler import Source, build_library, compile_library, find_compiler
-from manylora.system.processor import find_levels
+from manylora.system.compiler import Source, build_library, compile_library, find_compiler, find_levels
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from manylora.ranks.channel import Channel, Message
 from manylora.ranks.leader import Leader, Watch
 from manylora.ranks.rank_info import RankInfo
 from manylora.ranks.rendezvous import Link
-from manylora.system.own_clock import OwnClock
+from manylora.system.lifeline import OwnClock
 
 PATIENCE_S = 60.0
 

@@ -12,7 +12,7 @@ import pytest
 from levels import find_levels
 
 from manylora.kernels import native
-from manylora.system import compiler, processor
+from manylora.system import compiler
 
 
 @pytest.fixture(autouse=True)
@@ -68,19 +68,19 @@ def test_nowhere_to_write(
 
 
 def test_another_processor(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(processor.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(compiler.platform, "machine", lambda: "riscv64")
     assert "none for this processor, torch is used" in outcome(caplog)
 
 
 def test_the_best_level_is_taken_that_the_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(compiler.platform, "machine", lambda: "x86_64")
     for features, best in (
-        (f"{processor.V3} {processor.V4} sse2", "x86-64-v4"),
-        (f"{processor.V3} avx512f sse2", "x86-64-v3"),
+        (f"{compiler.V3} {compiler.V4} sse2", "x86-64-v4"),
+        (f"{compiler.V3} avx512f sse2", "x86-64-v3"),
         ("avx2 sse2", "x86-64"),
         ("", "x86-64"),
     ):
-        monkeypatch.setattr(processor, "read_features", lambda given=features: frozenset(given.split()))
+        monkeypatch.setattr(compiler, "read_features", lambda given=features: frozenset(given.split()))
         assert find_levels()[0].name == best
 
 

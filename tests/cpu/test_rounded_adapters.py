@@ -18,7 +18,7 @@ from manylora.kernels.products import DOTS
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
-from manylora.system.processor import read_features
+from manylora.system.compiler import read_features
 
 WIDTHS = (40, 64, 133)
 TARGETS = tuple(LoraTarget(m, sum(WIDTHS[:m]), width) for m, width in enumerate(WIDTHS))

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from manylora.system.compiler import find_compiler
-from manylora.system.processor import LEVELS, find_levels
+from manylora.system.compiler import LEVELS, find_compiler, find_levels
 
 TESTS = Path(__file__).parents[1]
 KERNELS = ("kernels", "float8_kernels", "mix_kernels", "weighed_kernels", "expert_kernels")

@@ -27,7 +27,7 @@ ORDER = [
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 NO_TORCH = [
     "errors", "request", "stats", "system.lifeline", "system.threads", "system.text_threads",
-    "system.processor", "system.folders", "system.compiler", "system.progress", "system.own_clock",
+    "system.compiler", "system.folders", "system.compiler", "system.progress", "system.lifeline",
     "system.connections", "checkpoints.quant.config",
     "checkpoints.gguf.container", "checkpoints.gguf.config", "checkpoints.gguf.tokenizer",
     "config", "generation", "adapters.pages",

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from manylora.system import cgroup
-from manylora.system.cgroup import UNLIMITED, available_memory, usable_processors
-from manylora.system.own_clock import OwnClock
+from manylora.system import resources
+from manylora.system.lifeline import OwnClock
+from manylora.system.resources import UNLIMITED, available_memory, usable_processors
 from manylora.system.threads import NICE, lower_priority, thread_settings
 
 
@@ -50,9 +50,9 @@ class Machine:
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._path = path
-        monkeypatch.setattr(cgroup, "ROOT", path / "cgroup")
-        monkeypatch.setattr(cgroup, "MEMBERSHIP", path / "membership")
-        monkeypatch.setattr(cgroup.os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
+        monkeypatch.setattr(resources, "ROOT", path / "cgroup")
+        monkeypatch.setattr(resources, "MEMBERSHIP", path / "membership")
+        monkeypatch.setattr(resources.os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
 
     def belongs(self, *lines: str) -> None:
         (self._path / "membership").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -22,7 +22,7 @@ from waiting import answers
 from manylora.doors.triton.launcher.processes import why_taken
 from manylora.generation.tokenizer import Tokenizer
 from manylora.kernels import native
-from manylora.system.processor import LEVELS
+from manylora.system.compiler import LEVELS
 
 sys.path.insert(0, str(ROOT / "tests" / "pure"))
 from test_deploy import copied

@@ -58,8 +58,8 @@ from manylora.ranks.mapping import Mapping
 from manylora.ranks.model import load_rank
 from manylora.ranks.rank_info import RankInfo
 from manylora.ranks.rendezvous import interface_of, join_collectives, leave_group
-from manylora.system.allocator import keep_memory
 from manylora.system.lifeline import is_draining, is_launched
+from manylora.system.resources import keep_memory
 from manylora.version import __version__
 
 logger = logging.getLogger("manylora")

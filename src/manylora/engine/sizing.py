@@ -25,7 +25,7 @@ from manylora.kernels.device import Device, host_tensor
 from manylora.kernels.recurrent import RecurrentState
 from manylora.kernels.spec import BatchLimits
 from manylora.model.batch import KvTensors, make_kv, make_states, token_numbers
-from manylora.system.cgroup import UNLIMITED
+from manylora.system.resources import UNLIMITED
 
 logger = logging.getLogger("manylora")
 

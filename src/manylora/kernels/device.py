@@ -21,8 +21,7 @@ from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.huge_pages import huge_zeros
 from manylora.kernels.reference import ReferenceOps
-from manylora.system.allocator import release_free_memory
-from manylora.system.cgroup import available_memory, usable_processors
+from manylora.system.resources import available_memory, release_free_memory, usable_processors
 
 logger = logging.getLogger("manylora")
 

@@ -23,7 +23,7 @@ from manylora.errors import ConfigError, GroupLostError, RequestError
 from manylora.ranks import rendezvous
 from manylora.ranks.channel import ChannelClosedError, Message
 from manylora.ranks.rank_info import RankInfo
-from manylora.system.own_clock import OwnClock
+from manylora.system.lifeline import OwnClock
 
 logger = logging.getLogger("manylora")
 

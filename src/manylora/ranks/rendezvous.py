@@ -34,7 +34,7 @@ from manylora.config.settings import CONVERTERS
 from manylora.errors import ConfigError
 from manylora.ranks.channel import Channel, ChannelClosedError, Message
 from manylora.ranks.rank_info import RankInfo
-from manylora.system.cgroup import usable_processors
+from manylora.system.resources import usable_processors
 from manylora.version import __version__
 
 WEIGHTS = (".safetensors", ".bin", ".gguf")

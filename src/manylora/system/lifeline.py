@@ -17,6 +17,7 @@ import logging
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,3 +147,18 @@ def _is_child_of_server(folder: str) -> bool:
     except OSError:
         return False
     return f"{RUN_DIR}={folder}".encode() in environment.split(b"\0")
+
+
+class OwnClock:
+    """Seconds, of which at most `longest_s` count between two readings: a longer gap means that the caller
+    itself was stopped, perhaps others with it. Use on one thread, which must read it more often than that.
+    """
+
+    def __init__(self, longest_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._longest_s, self._clock = longest_s, clock
+        self._time, self._read_at = 0.0, clock()
+
+    def read(self) -> float:
+        now = self._clock()
+        self._time, self._read_at = self._time + min(now - self._read_at, self._longest_s), now
+        return self._time

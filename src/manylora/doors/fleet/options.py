@@ -16,7 +16,7 @@ from manylora.config.settings import rows, setting
 from manylora.doors.http.arguments import options_of, parse
 from manylora.doors.http.options import ServeOptions
 from manylora.errors import ConfigError
-from manylora.system.cgroup import usable_processors
+from manylora.system.resources import usable_processors
 
 LEAST_STORE = 78643200  # bytes: Ray's own minimum
 SMALLEST = 0.1  # seconds: about how often Ray's controller checks its replicas

@@ -14,8 +14,7 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-from manylora.system.compiler import Source, find_library
-from manylora.system.processor import Level, find_levels
+from manylora.system.compiler import Level, Source, find_levels, find_library
 
 logger = logging.getLogger("manylora")
 

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from manylora.doors.http.api.errors import ApiError, invalid_value
-from manylora.system.allocator import release_free_memory
+from manylora.system.resources import release_free_memory
 
 SMALL = 2**16  # bytes per body that are not counted
 LARGE = 2**20  # memory of bodies from this size on is returned to the system

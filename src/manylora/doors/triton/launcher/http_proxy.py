@@ -28,8 +28,8 @@ from manylora.doors.triton.launcher.http_checks import (
     inflate,
     read_head,
 )
-from manylora.system.allocator import release_free_memory
 from manylora.system.connections import OpenConnections, address_of
+from manylora.system.resources import release_free_memory
 
 try:
     from uvloop import run

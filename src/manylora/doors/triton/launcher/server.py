@@ -30,9 +30,9 @@ from manylora.system.lifeline import (
     RUN_DIR,
     STARTING_FILE,
     WORLD_SIZE,
+    OwnClock,
     read_reports,
 )
-from manylora.system.own_clock import OwnClock
 
 logger = logging.getLogger("manylora.launcher")
 

@@ -367,7 +367,7 @@ def tokenizer_folder(given: str) -> Path:
     if not given.lower().endswith(".gguf"):
         return Path(given)
     try:
-        from manylora.config.hub import model_folder
+        from manylora.config.model_folder import model_folder
         from manylora.errors import ConfigError
     except ImportError as error:
         raise ClientError("a GGUF file as --tokenizer-dir needs the package manylora here") from error

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from manylora.adapters.modules import LoraModule, lora_modules
 from manylora.config.blocks import RecurrentConfig
-from manylora.kernels.extras import Extra, ExtraSegment
 from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.row_format import RowFormat
-from manylora.kernels.spec import AttentionBatch, LoraBatch, LoraRow, LoraSegment
+from manylora.kernels.spec import AttentionBatch, Extra, ExtraSegment, LoraBatch, LoraRow, LoraSegment
 from manylora.model.batch import ForwardBatch, make_kv, make_states
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder

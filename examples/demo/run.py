@@ -36,7 +36,7 @@ import numpy as np
 import tritonclient.grpc as grpc
 from tritonclient.utils import np_to_triton_dtype
 
-from manylora.config.hub import model_folder
+from manylora.config.model_folder import model_folder
 from manylora.generation.tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent

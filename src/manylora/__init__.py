@@ -10,7 +10,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from manylora import trtllm_paths
-from manylora.system.threads import thread_settings
 from manylora.version import __version__
 
 if TYPE_CHECKING:
@@ -43,8 +42,11 @@ __all__ = [
     "__version__",
 ]
 
-# Set before torch is imported, here or in child processes such as the launcher's Triton.
-os.environ.update(thread_settings(os.environ))
+# How long idle OpenMP threads spin: about 50 us, longer than the gap between operations. libgomp reads it
+# when torch is imported, here or in a child process. Its default is milliseconds, on a core that others may
+# need.
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "1000"
 trtllm_paths.register()
 
 

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_converter import ARCHITECTURES, HEADS, PLUS_ONE, TURNED, open_writer, stacked, write_tokenizer
 from safetensors.torch import load_file, save_file
 
-from manylora.config.hub import local_model
+from manylora.config.model_folder import local_model
 from manylora.generation.tokenizer import Tokenizer
 
 HALVES = {

@@ -23,7 +23,7 @@ from manylora.adapters.cache.pool import LoadedAdapter, Mixes
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.cuda.ops import CudaOps
-from manylora.kernels.experts import pair_up
+from manylora.kernels.lora import pair_up
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import FP8, LoraBatch, LoraRow, LoraSegment, LoraTarget

@@ -13,8 +13,8 @@ from tiny_models import make_model
 
 from manylora import LLM, LoraConfig, LoRARequest, QuantConfig, SamplingParams
 from manylora.cli import main
+from manylora.config.engine import read_build_record
 from manylora.config.repository import engine_config
-from manylora.config.resolve import read_build_record
 from manylora.errors import ConfigError
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"

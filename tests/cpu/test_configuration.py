@@ -13,10 +13,9 @@ import pytest
 
 from manylora import LLM
 from manylora.cli import main
-from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.engine import QUANT_KEYS, EngineConfig, LoraCacheConfig
 from manylora.config.repository import PARAMETERS as TRITON_ROWS
 from manylora.config.repository import engine_config
-from manylora.config.resolve import QUANT_KEYS
 from manylora.doors.cli.bench import ENGINE_FLAGS
 from manylora.doors.cli.prepare_dataset import BenchRequest, write_dataset
 from manylora.doors.http.arguments import parse_options

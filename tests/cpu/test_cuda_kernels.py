@@ -12,8 +12,8 @@ from manylora.checkpoints.quant.config import QuantConfig
 from manylora.kernels.cuda import rows
 from manylora.kernels.cuda.arithmetic import quantise_rows
 from manylora.kernels.cuda.attention import paged_attention
+from manylora.kernels.cuda.grouped import QuantisedLinears
 from manylora.kernels.cuda.ops import CudaOps
-from manylora.kernels.cuda.products import QuantisedLinears
 from manylora.kernels.cuda.tables import plan_attention
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.reference import ACTIVATIONS, ReferenceOps

@@ -14,7 +14,7 @@ from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.cuda.grouped import quantised_rows, weight_table
 from manylora.kernels.cuda.ops import CudaOps
-from manylora.kernels.experts import pair_up
+from manylora.kernels.lora import pair_up
 from manylora.kernels.quantised import QuantisedWeight, quantised_linear
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import RowFormat

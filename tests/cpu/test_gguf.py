@@ -22,7 +22,7 @@ from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
 from manylora.checkpoints.gguf.blocks import PLAIN, read_blocks, widen
 from manylora.checkpoints.gguf.container import READ, block_sizes
 from manylora.cli import main
-from manylora.config.hub import local_model
+from manylora.config.model_folder import local_model
 from manylora.errors import ConfigError
 from manylora.kernels import native
 from manylora.kernels.device import open_device

@@ -26,7 +26,7 @@ from tiny_models import make_adapter, make_model, reference_logits
 from manylora.checkpoints.gguf.config import ARCHITECTURES
 from manylora.checkpoints.gguf.container import read_header
 from manylora.config.engine import EngineConfig
-from manylora.config.hub import local_model
+from manylora.config.model_folder import local_model
 from manylora.engine.requests import RequestChecks
 from manylora.errors import ConfigError, RequestError
 from manylora.kernels.device import open_device

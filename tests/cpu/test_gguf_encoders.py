@@ -20,7 +20,7 @@ from test_encoders import ask, engine_of, make_encoder, prompt
 from test_sentence_models import IDENTITY, add_dense, save_modules
 from tiny_models import make_model
 
-from manylora.config.hub import local_model
+from manylora.config.model_folder import local_model
 from manylora.config.pooling import read_pooling_settings
 from manylora.doors.python import LLM
 from manylora.errors import ConfigError, RequestError

@@ -19,9 +19,9 @@ from tiny_models import make_adapter, make_model, read_adapter_folder, reference
 from manylora.checkpoints.quant.layouts import mxfp4
 from manylora.doors.cli.build import main as build
 from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.kernels.compiled import FORMS
 from manylora.kernels.device import open_device
 from manylora.kernels.panels import PanelsLinear, to_panels
-from manylora.kernels.products import FORMS
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder

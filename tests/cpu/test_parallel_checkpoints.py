@@ -20,7 +20,7 @@ from test_bitsandbytes import quantised as made_by_bitsandbytes
 from test_parallel_model import model_of, one_process, run_group
 from tiny_models import make_model
 
-from manylora.config.hub import local_model
+from manylora.config.model_folder import local_model
 
 PACKED = (
     "awq", "gptq 8", "packed 4 zero points", "packed 8", "int8", "fp8 by tensor", "fbgemm", "awq experts",

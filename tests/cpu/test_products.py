@@ -16,9 +16,9 @@ from torch import Tensor
 
 from manylora import LLM, QuantConfig, SamplingParams
 from manylora.kernels import compiled as compiled_ops
-from manylora.kernels import native, products
+from manylora.kernels import native
+from manylora.kernels.compiled import FORMS, NONE, choose_form
 from manylora.kernels.panels import PanelsLinear, to_panels
-from manylora.kernels.products import FORMS, NONE, choose_form
 from manylora.kernels.quantised import QuantisedWeight
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
@@ -135,7 +135,7 @@ def test_only_a_form_with_the_right_answers_is_tried(
 ) -> None:
     """A form that does not round is as wrong as one that rounds badly."""
     tried: list[int] = []
-    monkeypatch.setattr(products, "fastest", lambda multiply, forms: tried.extend(forms) or forms[-1])
+    monkeypatch.setattr(compiled_ops, "fastest", lambda multiply, forms: tried.extend(forms) or forms[-1])
     with caplog.at_level(logging.INFO, "manylora"):
         chosen = choose_form(Offering(emulated, wrong))
     assert tried == [NONE, *(form for form in FORMS if form != wrong)] and chosen == tried[-1]

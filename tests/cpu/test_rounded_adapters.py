@@ -13,8 +13,7 @@ from torch import Tensor
 
 from manylora.kernels import compiled as compiled_ops
 from manylora.kernels import native
-from manylora.kernels.compiled import CompiledOps
-from manylora.kernels.products import DOTS
+from manylora.kernels.compiled import DOTS, CompiledOps
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget

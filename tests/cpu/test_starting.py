@@ -26,7 +26,7 @@ from tiny_models import make_model
 
 import manylora
 from manylora.cli import main
-from manylora.config.hub import local_model
+from manylora.config.model_folder import local_model
 from manylora.doors.http.arguments import parse_options
 from manylora.errors import ConfigError
 

@@ -19,9 +19,8 @@ from manylora import (
 )
 from manylora.adapters.geometry import plan_cache
 from manylora.adapters.modules import lora_modules
-from manylora.config.engine import LoraCacheConfig
+from manylora.config.engine import LoraCacheConfig, resolve
 from manylora.config.model import ModelConfig
-from manylora.config.resolve import resolve
 from manylora.doors.python.options import (
     KNOWN,
     NO_ADAPTERS,

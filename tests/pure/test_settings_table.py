@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from manylora.cli import main
-from manylora.config.engine import QUANT_SETTINGS, SETTINGS, EngineConfig, LoraCacheConfig
+from manylora.config.engine import QUANT_SETTINGS, SETTINGS, EngineConfig, LoraCacheConfig, rename
 from manylora.config.repository import PARAMETERS
-from manylora.config.resolve import rename
 from manylora.config.settings import Setting, rows
 from manylora.doors.python.options import ARGUMENTS
 from manylora.errors import ConfigError

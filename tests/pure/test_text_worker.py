@@ -12,11 +12,11 @@ import pytest
 from server_response import Client, ServerResponse
 
 from manylora.config.repository import engine_context
-from manylora.doors.triton.client_errors import check_parameters
+from manylora.doors.triton.server_types import check_parameters
 from manylora.doors.triton.text_models import TextWorker
 from manylora.errors import RequestError
 from manylora.system.lifeline import Lifeline
-from manylora.system.text_threads import LONG
+from manylora.system.threads import LONG
 
 
 def sent(length: int, parameters: str = "{}") -> Client:

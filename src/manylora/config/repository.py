@@ -14,10 +14,17 @@ from typing import Any, TypeVar
 
 from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config import foreign
-from manylora.config.engine import SETTINGS, EngineConfig
-from manylora.config.hub import model_folder
+from manylora.config.engine import (
+    QUANT_KEYS,
+    SETTINGS,
+    EngineConfig,
+    quant_settings,
+    read_build_record,
+    rename,
+    resolve,
+)
 from manylora.config.model import stretched
-from manylora.config.resolve import QUANT_KEYS, quant_settings, read_build_record, rename, resolve
+from manylora.config.model_folder import model_folder
 from manylora.config.settings import Setting, boolean, read_json, whole_number
 from manylora.errors import ConfigError
 from manylora.system.lifeline import WORLD_SIZE

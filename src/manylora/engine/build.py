@@ -21,11 +21,10 @@ from torch.distributed import Store
 from manylora.adapters.cache.store import AdapterStore
 from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.adapters.modules import lora_modules, targets_beside_quantised_experts
-from manylora.config.engine import EngineConfig
+from manylora.config.engine import EngineConfig, weights_algo
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
 from manylora.config.pooling import longest_text
-from manylora.config.resolve import weights_algo
 from manylora.engine.guide import Guides
 from manylora.engine.kv_store import KvStore
 from manylora.engine.runner import Runner

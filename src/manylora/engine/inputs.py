@@ -20,10 +20,9 @@ from manylora.adapters.cache.store import AdapterStore
 from manylora.engine.scheduler import Chunk, DecodeRun
 from manylora.engine.sequence import PENDING, Sequence
 from manylora.engine.step import LaunchedStep
-from manylora.kernels.extras import with_logits
 from manylora.kernels.recurrent import StateBatch
 from manylora.kernels.reference import ReferenceOps
-from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch
+from manylora.kernels.spec import AttentionBatch, BatchLimits, LoraBatch, with_logits
 from manylora.kernels.transfer import upload
 from manylora.model.batch import ForwardBatch, HiddenRows
 from manylora.model.decoder import Decoder

@@ -21,9 +21,8 @@ from manylora.engine.step import BeamCandidate, LaunchedStep, Pairs, best_candid
 from manylora.engine.step_messages import COPY_BLOCKS, COPY_STATES, ENCODE, FORWARD, step_message
 from manylora.engine.warmup import compile_kernels
 from manylora.kernels.device import Arrival, Device
-from manylora.kernels.extras import Extra
 from manylora.kernels.recurrent import RecurrentState
-from manylora.kernels.spec import BatchLimits
+from manylora.kernels.spec import BatchLimits, Extra
 from manylora.kernels.transfer import to_device, upload
 from manylora.model.batch import ForwardBatch, KvTensors, copy_blocks
 from manylora.model.decoder import Decoder

@@ -20,7 +20,7 @@ from manylora.config.settings import read_settings
 from manylora.errors import ConfigError, RequestError, TextTooLongError
 from manylora.generation.chat_template import NO_VARIABLES, ChatTemplate, up_to_last_message
 from manylora.system.resources import release_free_memory
-from manylora.system.text_threads import LONG
+from manylora.system.threads import LONG
 
 # Characters. Texts up to FREE are always tokenised, so that an error can give their number of tokens.
 FREE = 2**14

@@ -11,11 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manylora.kernels.attention import attend, gather
-from manylora.kernels.experts import HostPairs
-from manylora.kernels.lora import as_encoded
+from manylora.kernels.lora import HostPairs, as_encoded
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight, pack_for_cpu
-from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.reference import ReferenceOps, attend, gather
 from manylora.kernels.row_format import TABLE_ROW, RowFormat
 from manylora.kernels.spec import (
     AttentionBatch,

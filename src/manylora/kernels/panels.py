@@ -67,7 +67,7 @@ class Panels:
     scales:  float32 [panels, groups, width], 8 and 4 bits only. offsets: the same, or None for 0.
     blocks:  the type in BLOCKS that values, scales and offsets have in the bytes of native/panels.h, or None.
     rows: N. columns: K.
-    form: of products with rounded inputs: to bfloat16 (`products.FORMS`), or to 8 bits (INTEGERS, or with
+    form: of products with rounded inputs: to bfloat16 (`compiled.FORMS`), or to 8 bits (INTEGERS, or with
              byte products INTEGERS + 1; with the layout of native/integer.c); 0: float32 inputs.
     """
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from manylora.adapters.modules import MODULE_NAMES
-from manylora.kernels.extras import Extra, ExtraSegment
-from manylora.kernels.spec import LoraTarget
+from manylora.kernels.spec import Extra, ExtraSegment, LoraTarget
 
 Extras = Sequence[ExtraSegment]
 

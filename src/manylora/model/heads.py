@@ -16,8 +16,8 @@ from manylora.checkpoints.gguf.file import GgufFile
 from manylora.config.blocks import HeadLayerConfig
 from manylora.config.pooling import read_dense_modules
 from manylora.errors import ConfigError
-from manylora.kernels.extras import Extra
 from manylora.kernels.reference import ACTIVATIONS
+from manylora.kernels.spec import Extra
 from manylora.model.safetensors_file import SafetensorsFile
 
 # A head's weights have the same names in the model's weights as in extras.

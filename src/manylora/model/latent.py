@@ -24,9 +24,8 @@ from torch import Tensor
 
 from manylora.adapters.modules import MODULE_NAMES, LoraModuleId
 from manylora.config.blocks import LatentConfig
-from manylora.kernels.attention import rotate
 from manylora.kernels.lora import matrices
-from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.reference import ReferenceOps, rotate
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch
 from manylora.model.layers import LoraLinear, Norm, Rotation, halves_first
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from manylora.config.blocks import BesideConfig, LayerInputsConfig
 from manylora.config.model import ModelConfig
-from manylora.kernels.attention import rotate
 from manylora.kernels.panels import Panels, look_up
 from manylora.kernels.recurrent import RecurrentState, StateBatch
-from manylora.kernels.reference import ACTIVATIONS, ReferenceOps
+from manylora.kernels.reference import ACTIVATIONS, ReferenceOps, rotate
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraTarget, Rotary, Weight
 from manylora.model.attend import attend_spans
 from manylora.model.extras import adapt_inputs, adapt_linear, adapt_norm, changed_inputs, prefixes

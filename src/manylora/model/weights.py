@@ -17,10 +17,9 @@ from manylora.checkpoints.gguf.container import block_sizes
 from manylora.checkpoints.gguf.file import GgufFile, PlainTensor
 from manylora.checkpoints.quant.config import INTEGER, SERVED, QuantConfig
 from manylora.checkpoints.quant.layouts import PARTS, CheckpointWeights
-from manylora.config.engine import EngineConfig
+from manylora.config.engine import EngineConfig, weights_algo
 from manylora.config.model import ModelConfig
 from manylora.config.model_folder import weight_files
-from manylora.config.resolve import weights_algo
 from manylora.errors import ConfigError
 from manylora.kernels.device import Device
 from manylora.kernels.panels import Panels

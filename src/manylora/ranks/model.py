@@ -17,7 +17,7 @@ from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.blocks import LayerInputsConfig, Mamba2Config
 from manylora.config.model import ModelConfig, MoeConfig
 from manylora.kernels.device import Device
-from manylora.kernels.experts import HostPairs
+from manylora.kernels.lora import HostPairs
 from manylora.kernels.panels import Panels, look_up
 from manylora.kernels.recurrent import Mamba2Weights, RecurrentState, StateBatch
 from manylora.kernels.reference import ReferenceOps

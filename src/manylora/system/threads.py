@@ -1,12 +1,17 @@
-"""Keeps threads from taking CPU time from others: background threads, and OpenMP threads while they wait."""
+"""Keeps some work from delaying other work: threads of lower priority, and threads for long texts."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 
+LONG = 2**12
+"""Texts of this many characters or tokens and more are processed on a thread."""
+
+HUGE = 2**17  # from this on, on a single thread for such texts
+THREADS = 4
 NICE = 10  # such a thread gets about a tenth of a contended core, and all of an idle one
 
 
@@ -19,10 +24,20 @@ def lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, max(NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
-def thread_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with a spin time of about 50 us, unless one is set: longer than the gap between
-    operations. libgomp reads it when torch is imported; its default is milliseconds, on a core that others
-    may need.
-    """
-    is_set = any(name in environment for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
-    return dict(environment) | ({} if is_set else {"GOMP_SPINCOUNT": "1000"})
+class TextThreads:
+    """A few threads for long texts, and one for all huge ones, which take hundreds of megabytes each."""
+
+    def __init__(self) -> None:
+        self._long = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "manylora-long-text")
+        self._huge = ThreadPoolExecutor(1, "manylora-huge-text")
+
+    def executor(self, length: int) -> Executor | None:
+        """The threads for a text of this length, in characters or tokens. None: the caller's own thread."""
+        if length < LONG:
+            return None
+        return self._huge if length >= HUGE else self._long
+
+    def close(self) -> None:
+        """Wait for submitted texts."""
+        self._long.shutdown()
+        self._huge.shutdown()

@@ -20,8 +20,7 @@ from manylora.adapters.bounds import Bounds
 from manylora.adapters.catalog.files import AdapterFolders, Fingerprint, fingerprint, is_due
 from manylora.adapters.catalog.names import read_names
 from manylora.adapters.formats.safe_files import is_folder, is_plain, read_small
-from manylora.config.hub import model_folder
-from manylora.config.model_folder import read_json
+from manylora.config.model_folder import model_folder, read_json
 from manylora.config.repository import ENGINE, names_file, parameters_beside, value_of
 from manylora.errors import AdapterError, AdapterInvalidError, ConfigError, printable
 from manylora.generation.chat_template import FILE as TEMPLATE_FILE

@@ -13,7 +13,7 @@ from typing import Any
 
 from manylora.adapters.bounds import ANY_MODEL, Bounds
 from manylora.adapters.formats.safe_files import OpenFile, list_files, read_small
-from manylora.config.hub import model_revision
+from manylora.config.model_folder import model_revision
 from manylora.errors import AdapterInvalidError
 
 MANIFEST = "manylora-manifest.json"

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from manylora.adapters.formats.manifest import MANIFEST
-from manylora.config.hub import ADAPTER_FILES
+from manylora.config.model_folder import ADAPTER_FILES
 from manylora.errors import ConfigError
 
 MARKS = ("adapter_config.json", "model.lora_weights.npy")  # one of them makes a folder an adapter

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from manylora.adapters.formats.manifest import KEY, MANIFEST, sha256_of
 from manylora.adapters.remote.files import MARKS, MAX_FILES, SINGLE, RemoteFile, SourceError, is_read, unpack
-from manylora.config.hub import HUB, hub_cache, is_hub_id, local_adapter
+from manylora.config.model_folder import HUB, hub_cache, is_hub_id, local_adapter
 from manylora.errors import ConfigError, printable
 from manylora.system.folders import hold, remove_unless_held
 from manylora.system.progress import Progress, size

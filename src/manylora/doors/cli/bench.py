@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from manylora.config.engine import SETTINGS
 from manylora.config.foreign import BENCH
-from manylora.config.hub import local_model
+from manylora.config.model_folder import local_model
 from manylora.config.settings import add_flags
 from manylora.doors.cli import prepare_dataset
 from manylora.doors.cli.bench_report import (
@@ -303,7 +303,7 @@ def _sampled(llm: LLM) -> Iterator[list[Sample]]:
 
 
 def _setup(model: str, model_dir: Path, llm: LLM, issue_rate: float | None) -> dict[str, Any]:
-    from manylora.config.resolve import weights_algo
+    from manylora.config.engine import weights_algo
     from manylora.kernels.device import open_device
     from manylora.model.checkpoint import read_model_config
     from manylora.model.weights import compute_dtype

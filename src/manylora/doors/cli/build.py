@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from manylora.checkpoints.quant.config import QuantConfig
-from manylora.config.engine import SETTINGS
+from manylora.config.engine import LIMITS, SETTINGS
 from manylora.config.foreign import TRTLLM_BUILD
-from manylora.config.hub import local_model
-from manylora.config.resolve import LIMITS
+from manylora.config.model_folder import local_model
 from manylora.config.settings import add_flags
 from manylora.errors import ConfigError
 from manylora.system.command_line import Parser
@@ -128,7 +127,7 @@ def _lora(options: argparse.Namespace) -> dict[str, Any] | None:
     """Fields of LoraConfig, with target modules resolved. None if no flag mentions adapters."""
     from manylora.adapters.formats.base_weights import BaseWeights
     from manylora.adapters.modules import MODULE_NAMES
-    from manylora.config.resolve import with_whole_qkv
+    from manylora.config.engine import with_whole_qkv
     from manylora.doors.python.llm_args import LoraConfig
     from manylora.doors.python.options import inferred_targets
     from manylora.model.checkpoint import read_model_config

@@ -15,7 +15,7 @@ from manylora.adapters.formats.npy import write_llgtrt, write_npy
 from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.modules import lora_modules
 from manylora.adapters.remote.resolver import AdapterSources
-from manylora.config.hub import model_folder
+from manylora.config.model_folder import model_folder
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.model.checkpoint import read_model_config
 from manylora.system.command_line import Parser

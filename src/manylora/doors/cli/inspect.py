@@ -14,7 +14,7 @@ from manylora.adapters.remote.resolver import AdapterSources, Located, is_url
 from manylora.adapters.report import AdapterReport, BaseModel, inspect_adapter
 from manylora.checkpoints.gguf.config import is_gguf
 from manylora.config.engine import LoraCacheConfig
-from manylora.config.hub import is_hub_id, local_model, model_folder
+from manylora.config.model_folder import is_hub_id, local_model, model_folder
 from manylora.errors import ConfigError
 from manylora.model.checkpoint import read_model_config
 from manylora.request import INVOCATION, LoraExtra
@@ -146,8 +146,8 @@ def _layers(layers: list[int]) -> str:
 def _model_facts(folder: Path) -> Iterator[tuple[str, str]]:
     """What a model is and what a default start of it takes, from its headers. Raises ConfigError."""
     from manylora.adapters.geometry import plan_cache, usual_bytes
+    from manylora.config.engine import resolve
     from manylora.config.model_folder import weight_files
-    from manylora.config.resolve import resolve
     from manylora.engine.sizing import kv_cache_dtype, plan_memory
     from manylora.kernels.device import open_device
     from manylora.model.batch import token_numbers

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from manylora.config.hub import local_model
+from manylora.config.model_folder import local_model
 from manylora.doors.python.llm_args import LoRARequest
 from manylora.errors import ConfigError
 from manylora.generation.tokenizer import Tokenizer

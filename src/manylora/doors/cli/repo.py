@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from manylora.adapters.catalog.files import find_adapters
-from manylora.config.hub import local_model
+from manylora.config.model_folder import local_model
 from manylora.doors.triton.launcher.new_repository import write_repository
 from manylora.system.command_line import Parser
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from manylora.checkpoints.gguf.config import linked_files
-from manylora.config.hub import local_adapter, local_model
+from manylora.config.model_folder import local_adapter, local_model
 from manylora.doors.cli.chat import adapter_of, ask_server
 from manylora.errors import ConfigError, RequestError
 from manylora.generation.outputs import from_logits

@@ -20,8 +20,14 @@ from manylora.checkpoints.gguf.config import is_gguf
 from manylora.checkpoints.gguf.container import NAMED
 from manylora.config.engine import SETTINGS, EngineConfig, LoraCacheConfig
 from manylora.config.foreign import LLM
-from manylora.config.hub import hub_name, is_hub_id, local_model
-from manylora.config.model_folder import check_adapter_path, check_model_folder, check_tokenizer_folder
+from manylora.config.model_folder import (
+    check_adapter_path,
+    check_model_folder,
+    check_tokenizer_folder,
+    hub_name,
+    is_hub_id,
+    local_model,
+)
 from manylora.config.settings import check, readable, setting
 from manylora.doors.http.serving.connections import HttpLimits
 from manylora.doors.python import options as llm

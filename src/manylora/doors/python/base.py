@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from manylora.adapters.catalog.texts import TOKENIZER_BYTES, trusted_texts
 from manylora.adapters.modules import lora_modules
-from manylora.config.hub import local_model
+from manylora.config.engine import read_build_record
+from manylora.config.model_folder import local_model
 from manylora.config.pooling import read_pooling_settings
-from manylora.config.resolve import read_build_record
 from manylora.doors.python import options
 from manylora.doors.python.adapters import AdapterRegistry, NamedAdapters, with_requests
 from manylora.doors.python.llm_args import LoRAChoice, LoraConfig, LoRARequest, members_of
-from manylora.doors.python.prompts import ChatText, Input, Prompt, read_prompt
-from manylora.doors.python.service import Service
+from manylora.doors.python.service import ChatText, Input, Prompt, Service, read_prompt
 from manylora.engine.build import LEVELS
 from manylora.engine.engine import open_engine
 from manylora.engine.loop import EngineLoop

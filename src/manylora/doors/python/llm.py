@@ -21,8 +21,16 @@ from manylora.doors.python.outputs import (
     RequestOutput,
     ScoringOutput,
 )
-from manylora.doors.python.prompts import ChatText, Input, as_prompts, chat_variables, for_each, shown_message
-from manylora.doors.python.service import LlmGeneration, LlmPooledGeneration
+from manylora.doors.python.service import (
+    ChatText,
+    Input,
+    LlmGeneration,
+    LlmPooledGeneration,
+    as_prompts,
+    chat_variables,
+    for_each,
+    shown_message,
+)
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
 from manylora.generation.chat_template import ChatTemplate, Messages
 from manylora.generation.decoding import Decoding, decoding_of, with_defaults

@@ -9,9 +9,8 @@ from typing import Any
 
 from manylora.adapters.modules import MODULE_NAMES
 from manylora.adapters.remote.resolver import is_remote
-from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.config.engine import EngineConfig, LoraCacheConfig, with_whole_qkv
 from manylora.config.foreign import KV_CACHE_CONFIG
-from manylora.config.resolve import with_whole_qkv
 from manylora.request import LoraInput, LoraMix, mix
 
 SOURCES = ("hf", "nemo")

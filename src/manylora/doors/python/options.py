@@ -20,9 +20,8 @@ from manylora.adapters.modules import MODULE_NAMES, LoraModule, check_moe_backen
 from manylora.adapters.remote.resolver import AdapterSources
 from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config import foreign
-from manylora.config.engine import SETTINGS, EngineConfig
+from manylora.config.engine import SETTINGS, EngineConfig, rename, resolve
 from manylora.config.model import ModelConfig
-from manylora.config.resolve import rename, resolve
 from manylora.config.settings import CONVERTERS
 from manylora.doors.python.llm_args import KvCacheConfig, LoraConfig, NGramDecodingConfig, PeftCacheConfig
 from manylora.errors import AdapterError, ConfigError

@@ -12,8 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from manylora.doors.triton.client_errors import check_parameters
-from manylora.doors.triton.server_types import Arrays, ServerRequest, ServerTensor, refuse
+from manylora.doors.triton.server_types import Arrays, ServerRequest, ServerTensor, check_parameters, refuse
 from manylora.doors.triton.shape_guard import read_inputs
 from manylora.doors.triton.tensor_table import ENSEMBLE
 from manylora.errors import RequestError

@@ -20,8 +20,15 @@ from typing import Any
 import numpy as np
 
 from manylora.doors.triton.bls import ClientRequest, Values, stop_request
-from manylora.doors.triton.client_errors import client_error, client_message
-from manylora.doors.triton.server_types import FINAL, Response, ResponseSender, ServerRequest, send
+from manylora.doors.triton.server_types import (
+    FINAL,
+    Response,
+    ResponseSender,
+    ServerRequest,
+    client_error,
+    client_message,
+    send,
+)
 from manylora.errors import RequestCancelledError, RequestError, UnavailableError
 from manylora.system.compiler import Source, load_library
 from manylora.system.lifeline import Lifeline

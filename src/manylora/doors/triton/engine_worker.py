@@ -20,9 +20,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from manylora.config.repository import flag, logits_dtype, milliseconds, parameters_of, value_of
-from manylora.doors.triton.client_errors import check_parameters, client_error
 from manylora.doors.triton.codec import Item, ResponseEncoder, adapter_told, decode_requests, merge_waiting
-from manylora.doors.triton.server_types import FINAL, Arrays, Response, ResponseSender, ServerRequest, send
+from manylora.doors.triton.server_types import (
+    FINAL,
+    Arrays,
+    Response,
+    ResponseSender,
+    ServerRequest,
+    check_parameters,
+    client_error,
+    send,
+)
 from manylora.doors.triton.shape_guard import read_inputs
 from manylora.errors import DrainingError, RequestError
 from manylora.request import Event, FinishReason, LoraInput

@@ -10,7 +10,6 @@ import numpy as np
 from manylora.adapters.catalog.files import AdapterFolders
 from manylora.doors.triton.bls import ClientRequest, Values
 from manylora.doors.triton.bls_worker import LastOutputs
-from manylora.doors.triton.client_errors import check_parameters
 from manylora.doors.triton.prompts import (
     Answer,
     PromptRequest,
@@ -20,7 +19,7 @@ from manylora.doors.triton.prompts import (
     text_tensor,
     texts,
 )
-from manylora.doors.triton.server_types import Arrays, ServerRequest, refuse
+from manylora.doors.triton.server_types import Arrays, ServerRequest, check_parameters, refuse
 from manylora.doors.triton.shape_guard import read_inputs
 from manylora.doors.triton.tensor_table import DTYPES, LLMAPI
 from manylora.errors import RequestCancelledError, RequestError

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from manylora.config.hub import model_folder
+from manylora.config.model_folder import model_folder
 from manylora.config.repository import value_of
 from manylora.doors.triton.bls import TO_PREPROCESSING
-from manylora.doors.triton.client_errors import check_parameters, client_message
 from manylora.doors.triton.server_types import (
     FINAL,
     Arrays,
     Response,
     ResponseSender,
     ServerRequest,
+    check_parameters,
+    client_message,
     encode_word_lists,
     refuse,
     send,
@@ -33,7 +34,7 @@ from manylora.errors import AdapterError, ConfigError, RequestError
 from manylora.generation.defaults import NO_DEFAULTS, OwnText
 from manylora.generation.tokenizer import Tokenizer
 from manylora.system.lifeline import Lifeline
-from manylora.system.text_threads import LONG, TextThreads
+from manylora.system.threads import LONG, TextThreads
 
 if TYPE_CHECKING:
     from manylora.adapters.catalog.texts import RepositoryTexts

@@ -17,13 +17,6 @@ import numpy as np
 from manylora.config.settings import read_settings
 from manylora.doors.triton.bls import ClientRequest, Values
 from manylora.doors.triton.bls_worker import LastOutputs
-from manylora.doors.triton.client_errors import (
-    ADAPTER,
-    SERVERS_OWN,
-    adapter_hint,
-    check_parameters,
-    check_phase,
-)
 from manylora.doors.triton.prompts import (
     Answer,
     PromptRequest,
@@ -33,7 +26,16 @@ from manylora.doors.triton.prompts import (
     scalar,
     text_tensor,
 )
-from manylora.doors.triton.server_types import Arrays, ServerRequest, refuse
+from manylora.doors.triton.server_types import (
+    ADAPTER,
+    SERVERS_OWN,
+    Arrays,
+    ServerRequest,
+    adapter_hint,
+    check_parameters,
+    check_phase,
+    refuse,
+)
 from manylora.doors.triton.shape_guard import read_inputs
 from manylora.errors import AdapterNotFoundError, RequestError
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults

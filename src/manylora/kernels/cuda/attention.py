@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora.kernels.cuda.arithmetic import _dot, _from_e4m3, as_bytes, widens
-from manylora.kernels.cuda.blocks import decode_blocks, prompt_blocks
-from manylora.kernels.cuda.launch import launch
+from manylora.kernels.cuda.launch import decode_blocks, launch, prompt_blocks
 from manylora.kernels.cuda.tables import PagedBatch
 from manylora.kernels.spec import FP8, AttentionParams
 

@@ -1,4 +1,4 @@
-"""Launches kernels, or only compiles them, several at a time in threads.
+"""Launches kernels, or only compiles them, several at a time in threads; and the sizes of their blocks.
 
 Numbers that change from batch to batch are not specialised (`do_not_specialize`, and not `constexpr`). This
 keeps the number of variants small, so that all can be compiled before the first request.
@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -26,6 +27,54 @@ MOST_THREADS = 8  # for compilation; more would need much memory
 MOST_VARIANTS = 4096  # cached variants; a model needs a few dozen
 ALIGN_BYTES = 16  # triton specialises on addresses that are a multiple of this
 INT32 = 2**31  # larger integers are passed in 64 bits
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """size: along the kernel's main dimension. warps, stages: triton's num_warps and num_stages. in_pieces:
+    whether queries are read again for each block of keys, because registers cannot hold them all.
+    """
+
+    size: int
+    warps: int = 4
+    stages: int = 3
+    in_pieces: bool = False
+
+    @property
+    def options(self) -> dict[str, int]:
+        """As a launch takes them."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+# By the rows of a tile. size: inputs that a program reads at a time; outputs of a program.
+SHRINK = {1: Blocks(256), 16: Blocks(64), 64: Blocks(64)}
+EXPAND = {1: Blocks(128), 16: Blocks(64), 64: Blocks(64, warps=8, stages=4)}
+EXPAND_FLOAT32 = {1: Blocks(128), 16: Blocks(64, warps=8), 64: Blocks(32, warps=8, stages=2)}
+PRODUCT = {16: Blocks(64), 64: Blocks(128)}
+
+
+def expand_blocks(tile_size: int, dtype: torch.dtype) -> Blocks:
+    """float32 takes three products for each of the others'."""
+    return (EXPAND_FLOAT32 if dtype == torch.float32 else EXPAND)[tile_size]
+
+
+def decode_blocks(rows: int, dim: int, dtype: torch.dtype) -> Blocks:
+    """For a tile of `rows` queries of `dim` elements, one token of a sequence. A part of a sequence's keys is
+    a multiple of the size.
+    """
+    size = rows * dim * dtype.itemsize
+    if size <= 2**13:
+        return Blocks(32)
+    return Blocks(16, warps=8 if size <= 2**14 else 16, stages=2, in_pieces=True)
+
+
+def prompt_blocks(rows: int, dim: int, dtype: torch.dtype) -> Blocks:
+    """For a tile of `rows` queries of `dim` elements."""
+    is_large = rows * dim * dtype.itemsize > 2**14
+    if dtype == torch.float32:
+        return Blocks(16 if is_large else 32, warps=8, stages=2, in_pieces=is_large)
+    return Blocks(32, warps=8 if is_large or dim > 256 else 4)
+
 
 _only_compiles: ContextVar[bool] = ContextVar("only_compiles", default=False)
 _layouts: dict[tuple[Any, ...], _Layout | None] = {}  # by a kernel's id, as kernels are never freed

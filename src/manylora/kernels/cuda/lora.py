@@ -21,8 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manylora.kernels.cuda.arithmetic import _dot, _from_e4m3, widens
-from manylora.kernels.cuda.blocks import SHRINK, expand_blocks
-from manylora.kernels.cuda.launch import launch
+from manylora.kernels.cuda.launch import SHRINK, expand_blocks, launch
 from manylora.kernels.cuda.plan import MODULES, PLACE, TILE, RowKinds
 from manylora.kernels.row_format import Encoding
 

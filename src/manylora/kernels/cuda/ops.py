@@ -13,9 +13,15 @@ from torch import Tensor
 from manylora.kernels.cuda import launch, lora, recurrent, routing, rows
 from manylora.kernels.cuda.arithmetic import is_interpreted
 from manylora.kernels.cuda.attention import paged_attention
-from manylora.kernels.cuda.grouped import ALIGNMENTS, WeightTable, grouped_linear, weight_table
+from manylora.kernels.cuda.grouped import (
+    ALIGNMENTS,
+    QuantisedLinears,
+    WeightTable,
+    fits_fp8_units,
+    grouped_linear,
+    weight_table,
+)
 from manylora.kernels.cuda.plan import MODULES, PLACE, Places
-from manylora.kernels.cuda.products import QuantisedLinears, fits_fp8_units
 from manylora.kernels.cuda.tables import PART_KEYS, PagedBatch, PlannedLora, plan_attention, plan_lora
 from manylora.kernels.quantised import QuantisedWeight, StackedWeight
 from manylora.kernels.reference import ReferenceOps

@@ -23,7 +23,7 @@ from manylora.doors.http.api.tools import ToolUse, tool_use
 from manylora.errors import RequestError, TextTooLongError
 from manylora.generation.chat_template import ROLES, call_arguments
 from manylora.generation.tokenizer import Tokenizer
-from manylora.system.text_threads import LONG, TextThreads
+from manylora.system.threads import LONG, TextThreads
 
 Result = TypeVar("Result")
 OWN = {"add_generation_prompt", "reasoning_effort"}  # our variables, in addition to a client's

@@ -10,7 +10,7 @@ import numpy as np
 
 from manylora import request as engine
 from manylora.generation.defaults import GenerationDefaults
-from manylora.generation.sampling import SamplingParams
+from manylora.generation.sampling import OF_DRAWING, SamplingParams
 from manylora.generation.tokenizer import Tokenizer
 
 # Fields with the same name and meaning in both classes are copied; None leaves the engine's default.
@@ -18,7 +18,6 @@ CONVERTED_FIELDS = {"end_id", "top_k", "top_p", "early_stopping"}
 COPIED_FIELDS = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(engine.SamplingConfig)}
 COPIED_FIELDS -= CONVERTED_FIELDS
 FLOATS = {f.name for f in fields(SamplingParams) if str(f.type).startswith("float")}
-OF_DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
 @dataclass(frozen=True)

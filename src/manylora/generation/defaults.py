@@ -15,7 +15,7 @@ from typing import Any
 from manylora.checkpoints.gguf.config import linked_files
 from manylora.config.settings import read_settings
 from manylora.errors import ConfigError
-from manylora.generation.sampling import Parameter, parameters_of
+from manylora.generation.sampling import OF_DRAWING, Parameter, parameters_of
 from manylora.generation.tokenizer import Tokenizer
 
 logger = logging.getLogger("manylora")
@@ -46,7 +46,6 @@ NEUTRAL = {
 NEUTRAL_PREFIXES = ("_", "output_", "assistant_", "num_assistant_")
 FILE = "generation_config.json"
 NONE = "vllm"  # vLLM's word for: do not read the model's file
-DRAWING = ("temperature", "top_k", "top_p", "min_p", "do_sample")
 # llama.cpp's own defaults: its files have none, and small models fall apart at temperature 1 without cuts.
 LLAMA_CPP: Mapping[str, Any] = MappingProxyType(
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
@@ -165,7 +164,7 @@ def model_defaults(
                 found[name] = value
             except ValueError as error:
                 logger.warning("the model's %s: %s: it is not used", FILE, error)
-        if linked_files(folder) and not any(name in found for name in DRAWING):
+        if linked_files(folder) and not any(name in found for name in (*OF_DRAWING, "do_sample")):
             found |= LLAMA_CPP
     elif source != NONE:
         if not (Path(source) / FILE).is_file():

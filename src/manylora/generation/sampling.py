@@ -22,7 +22,7 @@ class Parameter:
     in HTTP bodies; the bounds apply to generation_config.json, too. Where another name is empty, it is this
     one: tensor: input of `tensorrt_llm`. text: input of `tensorrt_llm_bls` and of the ensemble. option: key
     of Ollama's options, with its default. anthropic_most: Anthropic's bound. without: entry points that do
-    not take it.
+    not take it. draws: it only affects which of the likely tokens is drawn, so beam search does without.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Parameter:
     option_default: float | None = None
     anthropic_most: float | None = None
     without: tuple[str, ...] = ()
+    draws: bool = False
 
     def __post_init__(self) -> None:
         for names in ("tensor", "text", "option"):
@@ -46,11 +47,11 @@ ENTRY_POINTS = ("bls", "llmapi", "vllm", "http", "ollama", "anthropic", "files")
 """Of PARAMETERS. LLM and `tensorrt_llm` take all. files: generation_config.json of models and adapters."""
 NOT_BLS = ("llmapi", "vllm", "http", "ollama", "anthropic", "files")
 PARAMETERS = (
-    Parameter("temperature", float, 1.0, 0, 100, option_default=0.8, anthropic_most=1),
-    Parameter("top_p", float, 1.0, 0, 1, "runtime_top_p", option_default=0.9),
-    Parameter("top_k", int, -1, -1, MOST, "runtime_top_k", option_default=40),
-    Parameter("min_p", float, 0.0, 0, 1, without=("bls", "llmapi", "anthropic")),
-    Parameter("typical_p", float, 1.0, 0.001, 1, without=("bls", "llmapi", "vllm", "anthropic")),
+    Parameter("temperature", float, 1.0, 0, 100, option_default=0.8, anthropic_most=1, draws=True),
+    Parameter("top_p", float, 1.0, 0, 1, "runtime_top_p", option_default=0.9, draws=True),
+    Parameter("top_k", int, -1, -1, MOST, "runtime_top_k", option_default=40, draws=True),
+    Parameter("min_p", float, 0.0, 0, 1, without=("bls", "llmapi", "anthropic"), draws=True),
+    Parameter("typical_p", float, 1.0, 0.001, 1, without=("bls", "llmapi", "vllm", "anthropic"), draws=True),
     Parameter("use_drafts", bool, True, without=("bls", "llmapi", "vllm", "ollama", "anthropic", "files")),
     Parameter(
         "repetition_penalty", float, 1.0, 0.001, 100, option="repeat_penalty", without=("llmapi", "anthropic")
@@ -73,6 +74,9 @@ PARAMETERS = (
     Parameter("beam_search_diversity_rate", float, without=ENTRY_POINTS),
 )  # fmt: skip
 """A new one also needs its field in SamplingConfig and in SamplingParams, and its effect in the sampler."""
+
+
+OF_DRAWING = tuple(one.name for one in PARAMETERS if one.draws)
 
 
 def parameters_of(entry_point: str) -> list[Parameter]:

@@ -27,7 +27,6 @@ from manylora.request import (
     LoraMix,
     Pooling,
     Request,
-    RequestMetrics,
     Retention,
     SamplingConfig,
     mix,
@@ -337,8 +336,13 @@ class ResponseEncoder:
             tensors.append(("batch_index", np.array([[self.batch_index]], np.int32)))
         if params.num_return_sequences > 1 and not event.beams:
             tensors.append(("sequence_index", np.array([[event.sequence_index]], np.int32)))
-        if self.statistics and event.metrics is not None:
-            tensors += _statistics(event.metrics)
+        if self.statistics and (m := event.metrics) is not None:
+            rate = m.accepted_draft_tokens / m.draft_tokens if m.draft_tokens else 0.0
+            values: list[float] = [m.kv_new_blocks, m.kv_reused_blocks, m.kv_taken_blocks]
+            values += [m.arrival_ns, m.first_scheduled_ns, m.first_token_ns, m.last_token_ns]
+            values += [rate, m.accepted_draft_tokens, m.draft_tokens]
+            for one, value in zip(STATISTICS, values, strict=True):
+                tensors.append((one.name, np.array([[value]], DTYPES[one.dtype])))
         if streaming:
             window = self._sent[event.sequence_index]
             tensors.append(("previous_ids", window))
@@ -437,14 +441,3 @@ def _table(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
 
 def _text(text: str) -> np.ndarray:
     return np.array([[text.encode()]], np.object_)
-
-
-def _statistics(m: RequestMetrics) -> list[tuple[str, np.ndarray]]:
-    rate = m.accepted_draft_tokens / m.draft_tokens if m.draft_tokens else 0.0
-    values: list[float] = [m.kv_new_blocks, m.kv_reused_blocks, m.kv_taken_blocks]
-    values += [m.arrival_ns, m.first_scheduled_ns, m.first_token_ns, m.last_token_ns]
-    values += [rate, m.accepted_draft_tokens, m.draft_tokens]
-    return [
-        (one.name, np.array([[value]], DTYPES[one.dtype]))
-        for one, value in zip(STATISTICS, values, strict=True)
-    ]

@@ -23,7 +23,7 @@ from manylora.doors.triton.launcher.run_directory import (
     RunDirectory,
     open_log,
     rank_directories,
-    running_ports,
+    temporary_folder,
 )
 from manylora.doors.triton.launcher.server import TritonServer
 from manylora.doors.triton.launcher.server_command import (
@@ -312,7 +312,9 @@ def _report_failure(reason: str | None, run_dir: RunDirectory) -> None:
 
 
 def _nothing_here(options: Namespace) -> str:
-    others = ", ".join(map(str, running_ports()))
+    names = (path.name for path in temporary_folder().glob(f"manylora-{os.getuid()}-*"))
+    ports = (int(port) for name in names if (port := name.rpartition("-")[2]).isdecimal())
+    others = ", ".join(str(port) for port in sorted(ports) if RunDirectory(port).supervisor())
     text = f"no server was launched on http port {options.http_port}"
     return text + (f", but on {others}: give --http_port" if others else "")
 

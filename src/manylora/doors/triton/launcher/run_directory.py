@@ -143,12 +143,6 @@ def rank_directories(http_port: int) -> list[RunDirectory]:
     return sorted(found, key=lambda directory: directory.rank)
 
 
-def running_ports() -> list[int]:
-    names = (path.name for path in temporary_folder().glob(f"manylora-{os.getuid()}-*"))
-    ports = (int(port) for name in names if (port := name.rpartition("-")[2]).isdecimal())
-    return sorted(port for port in ports if RunDirectory(port).supervisor())
-
-
 def open_log(path: Path) -> int:
     """Open for appending, for this user only. If that fails (a full disk), output is discarded."""
     try:

@@ -13,7 +13,7 @@ ZIG := $(if $(shell command -v cc || command -v gcc || command -v clang),,ziglan
 DOTS := set -e; while sleep 2; do printf .; done & trap "kill $$!; echo" EXIT;
 COMPILE := from manylora.kernels import native; native.load()
 
-.PHONY: help install demo serve test test-all test-durations quick check lines replay parity bench bench-peers chaos \
+.PHONY: help install demo serve test test-all test-durations quick check lines replay parity bench bench-peers \
 	browser test-gpu bench-gpu gpu-static clean
 
 demo: $(VENV)/.server ## ask a real model and its adapters through Triton and the OpenAI server (DEMO=offline: a toy)
@@ -65,9 +65,6 @@ bench: $(VENV)/.dev ## compare the engine, with and without adapters, with this 
 bench-peers: $(VENV)/.dev $(PEERS:%=build/%/.installed) ## compare the engine with OpenVINO and llama.cpp (short: BENCH_ARGS="--cases base")
 	@$(BIN)/python benchmarks/peers.py --peers openvino,llama.cpp --python openvino=build/openvino/bin/python \
 	  --python llama.cpp=build/llamacpp/bin/python --keep build/peers --json build/peers.json $(BENCH_ARGS)
-
-chaos: $(VENV)/.test ## test a service under kills, hostile requests and bad connections (CHAOS_ARGS=...); 5 minutes
-	@$(BIN)/python tests/chaos $(CHAOS_ARGS)
 
 replay: $(VENV)/.test ## compare what each door answers with its record (RECORD=1 writes it; BITS=FOLDER for all bits)
 	$(BIN)/python -m pytest tests/replay tests/server/test_replay_triton.py $(if $(RECORD),--record-replay) \

@@ -228,9 +228,6 @@ def test_other_apis_name_a_wrong_guide_by_their_own_fields(server: Running) -> N
     assert chat.status_code == 400 and chat.json()["error"].startswith("format is not a valid")
 
 
-LEAST, MOST = {"minimum": -9 * 10**18}, {"maximum": 9 * 10**18}
-
-
 @pytest.mark.parametrize(("kind", "most"), [("integer", 20), ("number", 26)])
 def test_a_number_ends(server: Running, kind: str, most: int) -> None:
     """Also where the model would go on: the bias forbids everything but digits and the point."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from pooled_adapters import hidden, logits, make_classifier, near
-from running import check_greedy, read, run, tokens
+from running import check_greedy, pooled, read, run, tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import make_adapter, make_model
 
@@ -21,7 +21,7 @@ from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
 from manylora.model.checkpoint import read_model_config
-from manylora.request import FinishReason, LoraInput, Pooling, Request, SamplingConfig
+from manylora.request import LoraInput, Pooling, Request, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,17 +40,6 @@ def engine(model: Path) -> Engine:
 
 def ask(ids: Sequence[int], mode: str = "last", head: bool = False, lora: LoraInput | None = None) -> Request:
     return Request(tuple(ids), lora=lora, pooling=Pooling(mode, head))
-
-
-def pooled(engine: Engine, *requests: Request) -> list[np.ndarray]:
-    found = []
-    for events in run(engine, *requests):
-        assert len(events) == 1
-        assert events[0].error is None
-        assert events[0].finish_reason is FinishReason.STOP
-        assert events[0].pooled is not None
-        found.append(events[0].pooled)
-    return found
 
 
 def test_hidden_states_of_the_base(engine: Engine, model: Path) -> None:

@@ -17,15 +17,6 @@ from manylora.request import Event, FinishReason, Pooling, Request, RequestMetri
 from manylora.system.lifeline import RUN_DIR, STARTING_FILE
 
 
-def test_reason_and_tier_come_with_the_last_response() -> None:
-    encoder = ResponseEncoder(Request((1,), SamplingConfig(), streaming=True), None, False)
-    metrics = RequestMetrics(1, adapter_tier="host")
-    between = dict(encoder.encode(Event((5,), metrics=metrics)))
-    assert not {"finish_reason", "lora_cache_tier"} & between.keys()
-    end = dict(encoder.encode(Event((6,), finish_reason=FinishReason.LENGTH, last=True, metrics=metrics)))
-    assert (end["finish_reason"][0, 0], end["lora_cache_tier"][0, 0]) == (b"length", b"host")
-
-
 def test_a_chunk_comes_with_the_ids_before_it() -> None:
     request = Request((1, 2), SamplingConfig(num_return_sequences=2), streaming=True)
     encoder = ResponseEncoder(request, None, False)

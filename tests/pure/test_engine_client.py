@@ -96,6 +96,7 @@ def test_nothing_is_ignored_and_errors_name_the_input(tensors: dict[str, object]
 
 def test_one_input_of_retention_acts_alone() -> None:
     assert decoded().retention is None and decoded(lora_version=b"keep").lora is None
+    assert decoded(lora_version=b"follow", lora_name=b"a").lora.follow
     for name, value, wanted in (
         ("retention_decode_priority", 80, (80, None)),
         ("retention_decode_duration_ms", 500, (35, 500)),

@@ -102,15 +102,3 @@ def test_a_trace_counts_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     worker.close()
     assert found[0]["gen_ai.usage.output_tokens"] == 7
     assert found[0]["gen_ai.response.finish_reasons"] == ["length", "length"]
-
-
-def test_a_stop_request_ends_all_of_its_id_and_a_wrong_one_is_refused() -> None:
-    first, second, wrong = asked(), asked(), asked(input_lengths=[7])
-    stop = asked(stop=[True])
-    engine, worker = started(first, second, wrong, stop)
-    for client in (first, second, wrong, stop):
-        assert client.done.wait(60)
-    assert sorted(engine.cancelled) == [0, 1] and stop.sent == [[]]
-    [text] = wrong.sent
-    assert text.startswith("Invalid input_ids length")
-    worker.close()

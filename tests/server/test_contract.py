@@ -117,19 +117,6 @@ def text_of(server: Running, model: str, **body: Any) -> str:
     return json.loads(server.post(f"{model}/generate", **body)[1])["text_output"]
 
 
-@pytest.mark.quick
-def test_bls_says_what_the_ensemble_says(server: Running, world: World) -> None:
-    ask(server, inputs(**lora(2, world)))
-    for text in ("Hello", "美国的首都"):
-        body = {"text_input": text, "max_tokens": 16, "end_id": -1}
-        for extra in ({}, {"lora_task_id": 2}, {"exclude_input_in_output": True}):
-            whole = text_of(server, "ensemble", **body, **extra)
-            assert text_of(server, "tensorrt_llm_bls", **body, **extra) == whole
-        plain = text_of(server, "ensemble", **body, exclude_input_in_output=True)
-        pieces = server.stream("tensorrt_llm_bls", **body)
-        assert "".join(one["text_output"] for one in pieces) == plain
-
-
 def test_bls_speculates_with_a_draft_model(server: Running) -> None:
     """The draft model is the target itself: every guess is right, and the answer the same."""
     body = {"text_input": "Hello", "max_tokens": 13, "end_id": -1}

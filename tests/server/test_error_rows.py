@@ -3,7 +3,6 @@ request, while the server goes on."""
 
 from __future__ import annotations
 
-import queue
 from typing import Any
 
 import numpy as np
@@ -104,24 +103,3 @@ def test_a_row_that_triton_itself_refuses_harms_nobody(server: Running) -> None:
         with pytest.raises(InferenceServerException):
             ask(server, request(extra))
     assert len(new_ids(ask(server, inputs()))) == len(PROMPT) + NEW
-
-
-def test_bad_adapters_among_good_streams_leave_them_alone(server: Running) -> None:
-    """Every bad row at once with a good request between each two: the good ones answer as alone."""
-    alone = new_ids(ask(server, request({})))
-    answers: queue.Queue = queue.Queue()
-    rows = [extra for extra, _ in LORA_ROWS.values()]
-    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
-        client.start_stream(lambda result, error: answers.put((result, error)))
-        for number, extra in enumerate(rows):
-            client.async_stream_infer("tensorrt_llm", request(extra), request_id=f"bad{number}")
-            client.async_stream_infer("tensorrt_llm", request({}), request_id=f"good{number}")
-        good, bad = [], 0
-        for _ in range(2 * len(rows)):
-            result, error = answers.get(timeout=60)
-            if error is not None:
-                bad += 1
-            else:
-                good.append(new_ids([result]))
-    assert bad == len(rows)
-    assert good == [alone] * len(rows)

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
-from launched import active, children, scrape, scrape_until
+from launched import children, scrape, scrape_until
 from servers import NAMES, Named, Running, World
-from test_client_disconnects import generated
 from test_server import tensor
 from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
@@ -176,21 +175,6 @@ def _raw(name: str, value: np.ndarray) -> grpc.InferInput:
     made = grpc.InferInput(name, value.shape, "BYTES" if value.dtype.kind == "S" else "BOOL")
     made.set_data_from_numpy(value)
     return made
-
-
-def test_a_client_that_leaves_ends_its_generation(server: Running) -> None:
-    wait_for("an idle engine", lambda: active(server) == 0)
-    before = generated(server)
-    given = json.dumps({"temperature": 1.0, "max_tokens": 400, "ignore_eos": True})
-    inputs = {"text_input": words(TEXT), "stream": np.array([True]), "sampling_parameters": words(given)}
-    answers: queue.Queue = queue.Queue()
-    with server.slow(), grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
-        client.start_stream(lambda result, error: answers.put((result, error)))
-        client.async_stream_infer("vllm_model", [tensor(name, value) for name, value in inputs.items()])
-        assert answers.get(timeout=60)[1] is None
-        client.stop_stream(cancel_requests=True)
-        wait_for("its tokens", lambda: generated(server) > before)
-    assert generated(server) - before < 200
 
 
 def test_vllms_metrics_count_what_was_asked(server: Running) -> None:

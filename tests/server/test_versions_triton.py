@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import time
 from collections.abc import Iterator
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from servers import Running, World
-from test_server import NEW, PROMPT, ask, inputs, lora, new_ids, tensor
+from test_server import NEW, PROMPT, ask, inputs, lora, new_ids
 from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from tritonclient.utils import shared_memory as shm
@@ -92,36 +91,3 @@ def test_tensors_in_shared_memory_take_the_place_of_others(
         assert new_ids(again) == new_ids(results) and versions(again) == versions(results)
     assert digests[0] == digests[3] != digests[1] == digests[2]
     assert ask(server, inputs())[-1].as_numpy("lora_versions") is None
-
-
-def test_streams_keep_and_follow(server: Running, world: World, trainer: Trainer) -> None:
-    trainer.put(*tensors(world, 1))
-    first = versions(ask(server, inputs(**lora(ID))))[0]["version"]
-    arrived: dict[str, queue.Queue] = {kind: queue.Queue() for kind in ("keep", "follow")}
-    clients = []
-    with server.slow():
-        for kind, answers in arrived.items():
-            client = grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}")
-            client.start_stream(lambda result, error, answers=answers: answers.put((result, error)))
-            flags = {"streaming": np.array([[True]]), "lora_version": np.array([[kind.encode()]], np.object_)}
-            client.async_stream_infer("tensorrt_llm", inputs(new=200, **lora(ID), **flags))
-            clients.append(client)
-        begun = {kind: [answers.get(timeout=60)] for kind, answers in arrived.items()}
-        trainer.put(*tensors(world, 2))
-    for client in clients:
-        client.stop_stream()
-        client.close()
-    found = {}
-    for kind, answers in arrived.items():
-        everything = begun[kind] + [answers.get_nowait() for _ in range(answers.qsize())]
-        assert all(error is None for _, error in everything)
-        found[kind] = versions([result for result, _ in everything])
-    assert [one["version"] for one in found["keep"]] == [first]
-    assert [one["version"] for one in found["follow"]] == [first, first + 1]
-    assert found["follow"][0]["end"] == found["follow"][1]["start"] and found["follow"][1]["end"] == 200
-
-
-def test_what_lora_version_may_be(server: Running) -> None:
-    odd = tensor("lora_version", np.array([[b"newest"]], np.object_))
-    with pytest.raises(InferenceServerException, match="lora_version must be keep or follow, got 'newest'"):
-        ask(server, [*inputs(**lora(1)), odd])

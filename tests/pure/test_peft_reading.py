@@ -1,5 +1,5 @@
-"""Protects strict reading: an adapter that would be served as something else is refused with the reason,
-and a hostile file is an error like any other."""
+"""Protects strict reading: an adapter that would be served as something else is refused with the reason, and
+a hostile file is an error like any other; values of safetensors come back, scaled and checked."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from manylora.adapters.convert import convert_peft, main
 from manylora.adapters.formats.npy import read_npy
 from manylora.adapters.formats.peft_folder import read_peft
+from manylora.adapters.formats.tensor_files import decode, encode, read_safetensors, write_safetensors
 from manylora.errors import AdapterInvalidError
 
 PREFIX = "base_model.model.model.layers"
@@ -163,3 +164,33 @@ def test_a_value_beyond_the_storage_type_is_refused(
     arguments = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--storage-type", storage_type]
     assert main(arguments) == 1
     assert f"attn_q of layer 0 is not finite in {storage_type}" in capsys.readouterr().err
+
+
+def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
+    picks = np.random.default_rng(0)
+    given = {
+        "a": picks.normal(size=(3, 5)).astype(np.float32),
+        "b": picks.normal(size=(7,)).astype(np.float16),
+        "none": np.zeros((0, 4), np.float32),
+        "one": np.full((), 2.5, np.float32),
+    }
+    save_file(given, tmp_path / "x.safetensors", {"format": "pt"})
+    found = read_safetensors(tmp_path / "x.safetensors")
+    assert sorted(found) == sorted(given)
+    for key, values in given.items():
+        np.testing.assert_array_equal(decode(key, found[key]), values.astype(np.float32))
+
+
+def test_values_are_filled_in_scaled_and_checked_whatever_they_are_stored_as(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((3, 7), np.float32)
+    for dtype in ("F64", "F32", "F16", "BF16"):
+        path = tmp_path / f"{dtype}.safetensors"
+        write_safetensors(path, {"a": encode("a", values, dtype)})
+        [(key, found)] = read_safetensors(path).items()
+        target = np.full((3, 7), 9, np.float32)
+        found.fill(key, target, 0.5)
+        np.testing.assert_array_equal(target, decode(key, found) * np.float32(0.5))
+        found.fill(key, target)
+        np.testing.assert_array_equal(target, decode(key, found))
+        with pytest.raises(AdapterInvalidError, match="a holds a NaN or an infinity"):
+            found.fill(key, target, 3e38)

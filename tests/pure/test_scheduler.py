@@ -1,10 +1,14 @@
-"""Protects the scheduler and the KV blocks: nothing leaks, nobody starves, budgets hold, reuse is exact."""
+"""Protects the scheduler and the KV blocks: nothing leaks, nobody starves, budgets hold, reuse is exact; and
+sequences that wait for blocks to be copied back keep nobody else waiting."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as Rows
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +17,9 @@ from manylora.engine.kv_cache import KvCache
 from manylora.engine.scheduler import MAX_OVERTAKES, Scheduler
 from manylora.engine.sequence import Sequence
 from manylora.request import Request, SamplingConfig
+
+SIZE = 4  # tokens of a block
+LONG = list(range(161))
 
 
 @dataclass(eq=False)
@@ -47,12 +54,37 @@ class FakeAdapters:
             del self.pins[lease.digest]
 
 
-class Bench:
-    """A scheduler whose steps are 'computed' by appending token 7."""
+class Store:
+    """Has the first `known` blocks of any prompt; the test says when they are there."""
 
-    def __init__(self, blocks: int = 64, size: int = 4, adapters: int = 2, **options: object) -> None:
+    is_ready = True
+
+    def __init__(self, known: int) -> None:
+        self.known, self.saved = known, list[int]()
+        self.started: list[Future[int]] = []
+
+    def key(self, parent: tuple | None, root: str, adapter: str, tokens: Rows[int]) -> tuple:
+        return *(parent or ()), (root, adapter, *tokens)
+
+    def has(self, key: tuple) -> bool:
+        return len(key) <= self.known
+
+    is_saved = has
+
+    def restore(self, keys: Rows[tuple], blocks: Rows[int]) -> Future[int]:
+        self.started.append(Future())
+        return self.started[-1]
+
+    def save(self, key: tuple, block: int, priority: int, duration_ms: int | None) -> None:
+        self.saved.append(len(key))
+
+
+class Bench:
+    """A scheduler whose steps are 'computed' by appending token 7. store: of the KV blocks, on disk."""
+
+    def __init__(self, blocks: int = 64, adapters: int = 2, store: Any = None, **options: object) -> None:
         settings = {"max_batch_size": 8, "max_num_tokens": 32} | options
-        self.kv = KvCache(blocks, size)
+        self.store, self.kv = store, KvCache(blocks, SIZE, store=store)
         self.adapters = FakeAdapters(adapters)
         self.scheduler = Scheduler(self.kv, self.adapters, EngineConfig(Path(), **settings))  # type: ignore[arg-type]
         self.live: list[Sequence] = []
@@ -309,3 +341,78 @@ def test_a_beginning_is_waited_for_chunk_by_chunk_and_only_by_those_that_can_use
     whole.request = replace(whole.request, params=params)
     assert [s for s, *_ in bench.step()] == [base, plain, whole]
     assert again in [s for s, *_ in bench.step()]
+
+
+def restoring(known: int, blocks: int = 200) -> Bench:
+    """So many blocks of any prompt are on disk."""
+    return Bench(blocks, store=Store(known), max_num_tokens=512)
+
+
+def test_a_sequence_waits_for_its_blocks_and_others_do_not() -> None:
+    bench = restoring(40)
+    first, alike, short = bench.add(LONG, 3), bench.add([*LONG, 1, 2, 3], 3), bench.add([9, 9, 9], 3)
+    for _ in range(2):
+        assert [one for one, *_ in bench.step()] == [short]
+    [filled] = bench.store.started  # the second one waits for the same blocks
+    filled.set_result(40)
+    assert {(first, 160, 1), (alike, 160, 4)} <= set(bench.step())
+    assert first.kv.num_reused == 40 and bench.scheduler.num_tokens_reused == 320
+    while bench.live:
+        bench.step()
+    assert len(bench.store.started) == 1
+
+
+@pytest.mark.parametrize("found", [0, 7])
+def test_blocks_that_are_absent_after_all_are_computed_and_kept(found: int) -> None:
+    bench = restoring(40)
+    one = bench.add(LONG, 3)
+    assert not bench.step()
+    bench.store.started[0].set_result(found)
+    bench.store.known = found
+    assert bench.step()[0][1] == found * SIZE
+    while bench.live:
+        bench.step()
+    assert one.finished and not bench.kv.save_blocks(100)
+    assert bench.store.saved == [*range(40, found, -1)], (
+        "the last block is the first to be evicted there, too"
+    )
+
+
+def test_blocks_of_a_sequence_that_is_gone_are_free_only_when_nobody_writes_to_them() -> None:
+    bench = restoring(40, 45)
+    gone = bench.add(LONG, 3)
+    bench.step()
+    bench.scheduler.remove([gone])
+    bench.live.clear()
+    bench.kv.check([])
+    assert bench.kv.num_available == 5
+    next_one = bench.add([5] * 100, 3)
+    assert not bench.step() and next_one in bench.scheduler.waiting
+    bench.store.known = 0
+    bench.store.started[0].set_result(40)
+    assert [one for one, *_ in bench.step()] == [next_one]
+    assert gone.num_computed == 0
+
+
+def test_a_disk_that_hangs_holds_up_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = restoring(40)
+    one = bench.add(LONG, 3)
+    assert not bench.step()
+    monkeypatch.setattr("manylora.engine.kv_cache.STUCK_S", 0)
+    assert [one for one, *_ in bench.step()] == [one]
+    assert one.num_computed == len(LONG)
+    while bench.live:
+        bench.step()
+    bench.store.started[0].set_result(40)
+    bench.scheduler.schedule()
+    bench.kv.check([])
+    assert bench.kv.num_available == 200
+
+
+def test_evicted_blocks_are_kept() -> None:
+    bench = restoring(0, 45)
+    for prompt in (LONG, [5] * 161):
+        bench.add(prompt, 3)
+        while bench.live:
+            bench.step()
+    assert sorted(bench.store.saved) == [*range(5, 41)], "as many as the second one needs"

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from selection import extended
-from servers import ROOT
+from servers import ROOT, free_ports
 from waiting import answers
 
 NOT_RUN = {
@@ -162,3 +163,23 @@ def test_every_block_says_what_it_is() -> None:
         rest = BLOCK.sub("", text)
         indented = [line for line in re.findall(r"(?:\n\n) {4}(\S.*)", rest) if not line.startswith("-")]
         assert not indented, f"{page.name}: {indented[0]!r} is no ``` block, so nothing runs it"
+
+
+def test_the_demo_from_end_to_end() -> None:
+    """`make demo`, with the toy: it replaces and adds an adapter while Triton serves, and leaves nothing."""
+    flags = [
+        f"--{kind}_port={port}" for kind, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)
+    ]
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/demo/run.py", "demo", "--offline", *flags],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    before, _, after = done.stdout.partition("While it serves")
+    assert re.search(r"base model +chinese\n[- ]+\nWashington, D\.C\. +华盛顿\n", before), done.stdout
+    assert re.search(r"japanese +chinese\n[- ]+\nワシントンD\.C\. +Washington, D\.C\.\n", after), done.stdout
+    assert "nothing is left: no process, no port, no shared memory" in after
+    assert "日本はアジアにある国です。日本の首都は東京です。" in after

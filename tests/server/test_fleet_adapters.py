@@ -1,18 +1,20 @@
 """Protects adapters that requests change in a fleet: replicas serve the same versions, also one that starts
-later or stood still."""
+later or stood still; and replicas of several ranks, one of which is killed."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-from fleets import PROMPT, REPLICAS, Fleet, started
+from fleets import PROMPT, REPLICAS, Fleet, is_ready, started
 from safetensors.torch import load_file, save
 from tiny_models import reference_generate
 from waiting import wait_for
@@ -137,3 +139,27 @@ def test_a_replica_that_stands_still_is_named_and_follows_later(fleet: Fleet) ->
 
 def post(fleet: Fleet, path: str, **fields: Any) -> httpx.Response:
     return httpx.post(f"{fleet.url}/v1/{path}", json=fields, timeout=60)
+
+
+def followers(pid: int) -> list[int]:
+    """The other ranks of a replica, which are its children."""
+    found = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid=,args="], capture_output=True, text=True)
+    lines = [line.split(None, 1) for line in found.stdout.splitlines()]
+    return [int(number) for number, command in lines if "manylora.engine.follower" in command]
+
+
+def test_a_replica_of_two_ranks_comes_back_whole_when_one_is_killed(tmp_path: Path) -> None:
+    with started(tmp_path, 1, "--tp-size", "2", "--dtype", "float32") as fleet:
+        fleet.check_answers("base", "a0")
+        [replica] = fleet.replicas()
+        [rank] = followers(replica["pid"])
+        os.kill(rank, signal.SIGKILL)
+        wait_for(lambda: not Path(f"/proc/{replica['pid']}").exists())
+        wait_for(lambda: is_ready(fleet.url) and fleet.replicas(), 240)
+        [another] = fleet.replicas()
+        assert another["pid"] != replica["pid"]
+        [fresh] = followers(another["pid"])
+        assert fresh != rank
+        fleet.check_answers("base", "a0")
+        left = fresh
+    wait_for(lambda: not Path(f"/proc/{left}").exists())

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_triton_workers import Tensor
 
 from manylora.adapters.catalog.files import AdapterFolders
 from manylora.adapters.catalog.names import read_names
@@ -43,11 +44,6 @@ VALUES: dict[str, Any] = {
     "logit_bias": {"3": 1.5}, "structured_outputs": '{"choice": ["a.b", "c"]}',
     "guided_decoding": {"regex": "a"}, "lora_name": "chinese",
 }  # fmt: skip
-
-
-class Tensor:
-    def __init__(self, name: str, array: np.ndarray) -> None:
-        self.name, self.as_numpy, self.shape = (lambda: name), (lambda: array), (lambda: list(array.shape))
 
 
 class Engine:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from peft import IA3Config, PrefixTuningConfig, PromptTuningConfig
-from servers import INVOKE, MODULES, NAMES, ROOT, Named, Running, World, fill_repo, new_server
+from servers import INVOKE, MODULES, NAMES, ROOT, Named, Running, World, fill_repo, new_server, served
 from tiny_models import make_adapter, make_model, make_tuned
 
 from manylora.adapters.convert import convert_peft
@@ -108,7 +108,5 @@ def contracts(world: World, named: Named, tmp_path_factory: pytest.TempPathFacto
     config = repo / "vllm_model" / "config.pbtxt"
     text = config.read_text(encoding="utf-8").replace("${report_custom_metrics}", "true")
     config.write_text(text, encoding="utf-8")
-    running = new_server(repo)
-    running.start()
-    yield running
-    assert running.launch("--stop").returncode == 0
+    with served(repo) as running:
+        yield running

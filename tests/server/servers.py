@@ -187,6 +187,16 @@ def new_server(repo: Path) -> Running:
     return Running(repo, *free_ports(3))
 
 
+@contextmanager
+def served(repo: Path, *flags: str) -> Iterator[Running]:
+    """A server that is started, and stopped at the end."""
+    server = new_server(repo)
+    server.start(*flags)
+    yield server
+    stopped = server.launch("--stop")
+    assert stopped.returncode == 0, stopped.stderr
+
+
 @dataclass
 class World:
     model: Path

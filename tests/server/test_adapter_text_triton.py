@@ -4,17 +4,13 @@ model of text, for adapters of trusted folders alone."""
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import ROOT, Running, fill_repo, new_server
-
-sys.path.append(str(ROOT / "tests" / "cpu"))
-
 from own_text import LAST, adapter, shortened, with_token
+from servers import Running, fill_repo, served
 from serving import DEMO
 
 from manylora.generation.tokenizer import Tokenizer
@@ -63,11 +59,8 @@ def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     text = (repo / "postprocessing" / "config.pbtxt").read_text()
     text = text.replace(f'"{DEMO / "base"}"', f'"{base}"')
     (repo / "postprocessing" / "config.pbtxt").write_text(text)
-    running = new_server(repo)
-    started = running.launch()
-    assert started.returncode == 0, started.stderr
-    yield running
-    assert running.launch("--stop").returncode == 0
+    with served(repo) as running:
+        yield running
 
 
 def ask(server: Running, model: str, prompt: str, **more: Any) -> str:

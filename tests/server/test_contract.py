@@ -4,9 +4,7 @@ through the doors that clients use."""
 from __future__ import annotations
 
 import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,6 @@ from servers import Running, World
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids
 from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
 
 STATISTICS = (
     "kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks", "arrival_time_ns",

@@ -16,7 +16,7 @@ import pytest
 import tritonclient.grpc as grpc
 from launched import MODELS, children, is_back, is_gone, models, processes, streams
 from selection import extended
-from servers import Running, World, fill_repo, new_server
+from servers import Running, World, fill_repo, new_server, served
 from test_server import NEW, PROMPT, ask, inputs, new_ids
 from waiting import wait_for_named as wait_for
 
@@ -50,11 +50,8 @@ def fragile(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     repo = fill_repo(tmp_path_factory.mktemp("fragile") / "repo", world.model)
     with (repo / "tensorrt_llm" / "1" / "model.py").open("a") as file:
         file.write(FAULTS)
-    server = new_server(repo)
-    server.start("--hang-timeout=15")
-    yield server
-    stopped = server.launch("--stop")
-    assert stopped.returncode == 0, stopped.stderr
+    with served(repo, "--hang-timeout=15") as server:
+        yield server
 
 
 def wait_for_reports(server: Running) -> None:
@@ -167,10 +164,10 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 def test_a_full_disk_ends_nothing_and_the_status_stays_true(
     world: World, tmp_path: Path, small_disk: Path
 ) -> None:
-    served = new_server(fill_repo(tmp_path / "repo", world.model))
-    served.start()
+    full = new_server(fill_repo(tmp_path / "repo", world.model))
+    full.start()
     try:
-        before = processes(served)
+        before = processes(full)
         with (
             (small_disk / "rubbish").open("wb", buffering=0) as rubbish,
             pytest.raises(OSError, match="No space left"),
@@ -178,16 +175,16 @@ def test_a_full_disk_ends_nothing_and_the_status_stays_true(
             while True:
                 rubbish.write(bytes(4096))
         assert shutil.disk_usage(small_disk).free == 0
-        wait_for_reports(served)
-        assert processes(served) == before
+        wait_for_reports(full)
+        assert processes(full) == before
         os.kill(before["server"], signal.SIGKILL)
-        wait_for("the truth", lambda: served.launch("--status").returncode == 1)
-        wait_for("the service is back", lambda: is_back(served, before["server"]))
-        wait_for_reports(served)
-        assert served.state()["restarts"] == 1
-        assert len(new_ids(ask(served, inputs()))) == len(PROMPT) + NEW
+        wait_for("the truth", lambda: full.launch("--status").returncode == 1)
+        wait_for("the service is back", lambda: is_back(full, before["server"]))
+        wait_for_reports(full)
+        assert full.state()["restarts"] == 1
+        assert len(new_ids(ask(full, inputs()))) == len(PROMPT) + NEW
     finally:
-        stopped = served.launch("--stop")
+        stopped = full.launch("--stop")
     assert stopped.returncode == 0, stopped.stderr
     assert [path.name for path in small_disk.iterdir()] == ["rubbish"]
 

@@ -5,23 +5,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import ROOT, World, new_server
+from penalties import most_probable, tensorrt_llm, vllm
+from servers import ROOT, World, served
 from servers import Running as Triton
+from serving import Running
 from standin.config import config
 from tiny_models import reference_generate
 
 from manylora.generation.tokenizer import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
-from penalties import most_probable, tensorrt_llm, vllm
-from serving import Running
 
 NEW = 8
 LATER = "later"
@@ -41,11 +38,9 @@ def triton(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
         shutil.copy(ROOT / "tests/server/standin/model.py", folder / "1")
         values = {"gpt_model_path": str(world.model), "capacity": "2", "log": str(path / f"{name}.log")}
         (folder / "config.pbtxt").write_text(config(name, values, **layout), encoding="utf-8")
-    server = new_server(path / "models")
-    server.start("--drain-timeout", "2")  # NVIDIA's model does not report when it is idle
-    yield server
-    stopped = server.launch("--stop")
-    assert stopped.returncode == 0, stopped.stderr
+    # NVIDIA's model does not report when it is idle.
+    with served(path / "models", "--drain-timeout", "2") as server:
+        yield server
 
 
 @contextmanager

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 from launched import active, total
+from penalties import most_probable, tensorrt_llm, vllm
 from servers import Running as Triton
 from servers import World
+from serving import Running
 from tiny_models import reference_generate
+from waiting import wait_for
 
 from manylora.errors import ConfigError
 from manylora.generation.tokenizer import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
-from penalties import most_probable, tensorrt_llm, vllm
-from serving import Running
-from waiting import wait_for
 
 NEW = 10
 NUM = 16  # sequences

@@ -4,22 +4,17 @@ transformers + PEFT do, beside generation, or refuses in one sentence that names
 from __future__ import annotations
 
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
+from pooled_adapters import hidden, logits, near
 from servers import INVOKE, Named, Running, World
 from test_other_models import expected, stream, vllm
 from test_server import ask, inputs, new_ids
 from tiny_models import reference_generate
 
 from manylora.generation.tokenizer import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
-
-from pooled_adapters import hidden, logits, near
 
 NEW = 6
 TEXT = {"text_input": "Hello", "max_tokens": NEW, "end_id": -1, "exclude_input_in_output": True}

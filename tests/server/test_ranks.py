@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from launched import children, command_line, is_back, is_gone, processes, streams
-from servers import Running, World, fill_repo, new_server
+from servers import Running, World, fill_repo, served
 from test_server import NEW, PROMPT, ask, inputs, lora, new_ids
 from tiny_models import reference_generate
 from waiting import wait_for_named as wait_for
@@ -19,13 +19,10 @@ BACK_S = 90.0
 
 @pytest.fixture(scope="module")
 def ranks(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    made = new_server(
-        fill_repo(tmp_path_factory.mktemp("ranks") / "repo", world.model, lora_weights_data_type="TYPE_FP32")
-    )
-    started = made.launch("--world_size=2")
-    assert started.returncode == 0, started.stderr
-    yield made
-    assert made.launch("--stop").returncode == 0
+    repo = tmp_path_factory.mktemp("ranks") / "repo"
+    fill_repo(repo, world.model, lora_weights_data_type="TYPE_FP32")
+    with served(repo, "--world_size=2") as made:
+        yield made
 
 
 def followers(engine: int) -> list[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launched import processes
-from servers import Running, fill_repo, new_server
+from servers import Running, fill_repo, served
 from test_ranks import followers
 from test_server import ask, inputs, new_ids
 from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate
@@ -63,12 +63,9 @@ def running(request: pytest.FixtureRequest, model: Path, whole: Path) -> Iterato
         max_tokens_in_paged_kv_cache="512",
         lora_prefetch_dir=str(whole.parent),
     )
-    server = new_server(repo)
-    started = server.launch()
-    assert started.returncode == 0, started.stderr
-    assert len(followers(processes(server)["tensorrt_llm"])) == stages - 1
-    yield server
-    assert server.launch("--stop").returncode == 0
+    with served(repo) as server:
+        assert len(followers(processes(server)["tensorrt_llm"])) == stages - 1
+        yield server
 
 
 def test_the_decoder_goes_on_from_its_own_ids_under_an_adapter(

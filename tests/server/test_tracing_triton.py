@@ -11,7 +11,7 @@ import httpx2
 import pytest
 import tritonclient.grpc as grpc
 from otlp_collector import PARENT, TRACE, Collector
-from servers import World, fill_repo, new_server
+from servers import World, fill_repo, served
 from test_server import tensor
 from test_text_models import ONE, texts
 from waiting import wait_for
@@ -29,9 +29,7 @@ def test_traceparent_comes_through_every_model(
     shutil.copytree(world.adapters[3], catalog / "three")
     given = {"lora_catalog_dir": str(catalog), "decoupled_mode": "False"}
     repo = fill_repo(tmp_path / "models", world.model, contracts=True, **given)
-    server = new_server(repo)
-    server.start()
-    try:
+    with served(repo) as server:
         before = len(collector.spans)  # the launcher asks, too
         body = {"text_input": "a", "max_tokens": 4, "lora_name": "three", "traceparent": parent}
         own = {"text_input": "a", "sampling_parameters": '{"max_tokens": 4}', "traceparent": parent}
@@ -49,9 +47,7 @@ def test_traceparent_comes_through_every_model(
             return [one for one in collector.spans[before:] if one["span"].parent_span_id.hex() == PARENT]
 
         wait_for(lambda: len(ours()) == 5)
-    finally:
-        server.launch("--stop")
-        collector.close()
+    collector.close()
     names = sorted(one["name"] for one in ours())
     assert names == ["text_completion tensorrt_llm"] * 3 + ["text_completion three"] * 2
     for one in ours():

@@ -12,7 +12,7 @@ import pytest
 import tritonclient.grpc as grpc
 import tritonclient.http as http
 from launched import scrape_until, total
-from servers import Running, World, fill_repo, new_server
+from servers import Running, World, fill_repo, served
 from test_server import PROMPT, inputs, tensor
 from tiny_models import reference_generate
 from tritonclient.utils import InferenceServerException
@@ -33,11 +33,8 @@ def plain(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
     text = config.read_text(encoding="utf-8").replace('backend: "python"', 'backend: "tensorrtllm"', 1)
     config.write_text(text, encoding="utf-8")
     shutil.rmtree(repo / "tensorrt_llm_bls")
-    running = new_server(repo)
-    started = running.launch()
-    assert started.returncode == 0, started.stderr
-    yield running
-    assert running.launch("--stop").returncode == 0
+    with served(repo) as running:
+        yield running
 
 
 def test_a_fresh_server_counts_what_users_send(plain: Running) -> None:

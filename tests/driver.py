@@ -6,19 +6,25 @@ import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from manylora.adapters.modules import LoraModule, lora_modules
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.blocks import RecurrentConfig
+from manylora.kernels.device import open_device
 from manylora.kernels.recurrent import RecurrentState, StateBatch
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import AttentionBatch, Extra, ExtraSegment, LoraBatch, LoraRow, LoraSegment
 from manylora.model.batch import ForwardBatch, make_kv, make_states
+from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.encoder_decoder import EncoderDecoder
+from manylora.model.weights import load_decoder
 from manylora.request import LoraExtra, LoraInput
 
 BLOCK, BLOCKS = 8, 128
@@ -32,6 +38,16 @@ def agree(found: Tensor, expected: Tensor) -> bool:
     """Whether logits agree within 1e-4 of the largest one, with the same greedy token at each position."""
     near = (found - expected).abs().max() / expected.abs().max() < 1e-4
     return bool(near) and torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+def decoder_of(
+    model: Path,
+    max_seq_len: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    quant: QuantConfig | None = None,
+) -> Any:
+    """The decoder of a model's folder, or its encoder and decoder, on the CPU."""
+    return load_decoder(model, read_model_config(model), dtype, open_device("cpu"), max_seq_len, quant)
 
 
 class Driver:

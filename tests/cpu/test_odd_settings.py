@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 from adapter_cases import edited
-from driver import Driver, agree
+from driver import Driver, agree, decoder_of
 from running import read, tokens
 from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora.errors import AdapterInvalidError
-from manylora.kernels.device import open_device
-from manylora.model.checkpoint import read_model_config
-from manylora.model.weights import load_decoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,9 +31,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, settings = SETTINGS[name]
     model = make_model(tmp_path / "model", family, seed=5, **settings)
-    ids, config = tokens(24, 1), read_model_config(model)
-    decoder = load_decoder(model, config, torch.float32, open_device("cpu"), 24)
-    [found] = Driver(decoder, [ids], [None]).run()
+    ids = tokens(24, 1)
+    [found] = Driver(decoder_of(model, 24), [ids], [None]).run()
     assert agree(found, reference_logits(model, None, ids))
 
 
@@ -45,7 +41,7 @@ def test_norms_of_olmo2_are_exact_in_bfloat16(tmp_path: Path) -> None:
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
     model = make_model(tmp_path / "model", "olmo2", seed=5)
-    decoder = load_decoder(model, read_model_config(model), torch.bfloat16, open_device("cpu"), 24)
+    decoder = decoder_of(model, 24, torch.bfloat16)
     ours, theirs = decoder._final_norm, Olmo2RMSNorm(decoder.config.hidden_size, decoder.config.norm_eps)
     ours.weight.copy_(torch.randn(len(ours.weight)).bfloat16())
     theirs.weight.data = ours.weight.bfloat16()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driver import Driver, agree
+from driver import Driver, agree, decoder_of
 from parity import KINDS, linear_names, make_kind, read_from
 from running import check_bfloat16, tokens
 from safetensors.torch import load_file, save_file
@@ -39,12 +39,9 @@ from manylora.config.engine import LoraCacheConfig
 from manylora.doors.cli.convert import main as convert
 from manylora.doors.cli.inspect import main as inspect
 from manylora.errors import AdapterInvalidError
-from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
-from manylora.model.decoder import Decoder
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.quant import EffectiveWeights
-from manylora.model.weights import load_decoder
 from manylora.request import LoraInput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,10 +52,6 @@ MORE_NEMO_FAMILIES = ("gemma3", "olmo2", "cohere2", "ministral3", "opt", "opt-35
 # Families in whose blocks something else is rounded: norms, gates, scales, caps, recurrent layers.
 ROUNDED = ("llama", "gemma2", "gemma3n", "gemma4", "gpt-neox", "nemotron", "qwen3.5", "lfm2", "falcon-h1")
 ROUNDED_EXPERTS = ("mixtral", "gpt-oss", "deepseek-v3", "llama4", "gemma4-moe", "qwen3-next")
-
-
-def decoder_of(model: Path, dtype: torch.dtype = torch.float32, max_seq_len: int | None = None) -> Decoder:
-    return load_decoder(model, read_model_config(model), dtype, open_device("cpu"), max_seq_len)
 
 
 def test_every_architecture_has_a_tiny_model() -> None:
@@ -88,7 +81,7 @@ def test_logits_equal_the_reference(family: str, workshop: Path) -> None:
         kind and make_kind(workshop / f"{family}-{n}", model, kind, n) for n, kind in enumerate(kinds)
     ]
     tensors = [adapter and read_from(adapter, model) for adapter in adapters]
-    found = Driver(decoder_of(model, max_seq_len=60), list(kinds.values()), tensors).run()
+    found = Driver(decoder_of(model, 60), list(kinds.values()), tensors).run()
     for (kind, ids), adapter, logits in zip(kinds.items(), adapters, found, strict=True):
         assert agree(logits, reference_logits(model, adapter, ids)), kind
 
@@ -119,7 +112,7 @@ def test_every_kind_of_adapter(variant: str, tmp_path: Path) -> None:
         except AdapterInvalidError as error:
             assert kind in refused, error
     ids, text = tokens(60), tokens(37, 5) if config.encoder else []
-    decoder = load_decoder(model, config, torch.float32, open_device("cpu"), len(ids), quant)
+    decoder = decoder_of(model, len(ids), quant=quant)
     for first in range(0, len(asked), 8):
         part = asked[first : first + 8]
         texts = [text] * len(part) if text else ()

@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from adapter_cases import check_batch, edited
-from driver import Driver, agree
+from driver import Driver, agree, decoder_of
 from parity import linear_names
 from running import check_greedy, read, run, tokens
 from selection import extended
@@ -27,9 +27,7 @@ from manylora.adapters.modules import lora_modules
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
-from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
-from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,7 +76,7 @@ def test_both_stacks_of_t5(workshop: Path) -> None:
     names = ["q", "k", "v", "o", "wi", "wo"]
     settings = peft.IA3Config(target_modules=names, feedforward_modules=["wo"], task_type="SEQ_2_SEQ_LM")
     adapter = make_tuned(workshop / "t5-ia3", model, settings)
-    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+    decoder = decoder_of(model)
     text, ids = tokens(30, 1), [0, *tokens(20, 2)]
     found = Driver(decoder, [ids, ids], [read(adapter, model), None], [text, text]).run()
     for path, logits in zip([adapter, None], found, strict=True):

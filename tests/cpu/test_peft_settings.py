@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 from adapter_cases import CONFIG, edited
-from driver import Driver, agree
+from driver import Driver, agree, decoder_of
 from tiny_models import (
     make_adapter,
     make_kind,
@@ -28,9 +28,7 @@ from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.sources import find_source, read_lora, read_whole
 from manylora.adapters.modules import lora_modules
 from manylora.errors import AdapterInvalidError
-from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
-from manylora.model.weights import load_decoder
 
 IDS = [random.Random(5).randrange(3, 250) for _ in range(20)]
 NAMES = ("q_proj", "v_proj", "down_proj")
@@ -156,8 +154,7 @@ def test_an_expression_that_selects_modules_is_never_run(
 
 
 def logits(model: Path, adapter: Path, options: ReadOptions) -> torch.Tensor:
-    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
-    [found] = Driver(decoder, [IDS], [read_lora(find_source(adapter), 0, options)]).run()
+    [found] = Driver(decoder_of(model), [IDS], [read_lora(find_source(adapter), 0, options)]).run()
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, agree
+from driver import Driver, agree, decoder_of
 from quantised_checkpoints import KINDS, make_pair
 from running import tokens
 from safetensors.torch import load_file, save_file
@@ -18,17 +18,10 @@ from tiny_models import reference_logits
 from manylora import QuantConfig
 from manylora.cli import main
 from manylora.errors import ConfigError
-from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
-from manylora.model.decoder import Decoder
-from manylora.model.weights import load_decoder
 
 
-def decoder_of(model: Path, dtype: torch.dtype = torch.float32, quant: QuantConfig | None = None) -> Decoder:
-    return load_decoder(model, read_model_config(model), dtype, open_device("cpu"), 64, quant)
-
-
-def logits_of(decoder: Decoder, *sequences: list[int]) -> list[torch.Tensor]:
+def logits_of(decoder: Any, *sequences: list[int]) -> list[torch.Tensor]:
     return Driver(decoder, list(sequences), [None] * len(sequences)).run()
 
 

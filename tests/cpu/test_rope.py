@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, agree
+from driver import Driver, agree, decoder_of
 from running import answers, tokens
 from tiny_configs import LLAMA3, LONGROPE, YARN
 from tiny_models import load_transformers, make_model, reference_logits
@@ -16,10 +16,8 @@ from tiny_models import load_transformers, make_model, reference_logits
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
 from manylora.errors import RequestError
-from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.rope import LEAST_KEPT, MOST_KEPT, RotaryTable, make_rope
-from manylora.model.weights import load_decoder
 from manylora.request import Request, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,8 +49,7 @@ def test_truncate_of_a_kind_of_layer_has_no_effect(tmp_path: Path) -> None:
     yarn["original_max_position_embeddings"] = ORIGINAL
     kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}, "full_attention": yarn}
     model = make_model(tmp_path / "model", "gemma3", seed=8, rope_parameters=kinds)
-    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
-    [found] = Driver(decoder, [tokens(40)], [None]).run()
+    [found] = Driver(decoder_of(model), [tokens(40)], [None]).run()
     assert agree(found, reference_logits(model, None, tokens(40)))
 
 
@@ -84,7 +81,7 @@ def make(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_of_a_prompt_beyond_the_original_length(name: str, tmp_path: Path) -> None:
     model = make(tmp_path, name)
-    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+    decoder = decoder_of(model)
     sequences = [tokens(length, length) for length in PROMPTS]
     for ids, logits in zip(sequences, Driver(decoder, sequences, [None] * len(PROMPTS)).run(), strict=True):
         with torch.inference_mode():

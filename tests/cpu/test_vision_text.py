@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, agree
+from driver import Driver, agree, decoder_of
 from parity import read_from
 from running import tokens
 from safetensors.torch import load_file, save_file
@@ -19,9 +19,7 @@ from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.sources import find_source, read_lora
 from manylora.adapters.modules import lora_modules
 from manylora.errors import AdapterInvalidError
-from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
-from manylora.model.weights import load_decoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -97,7 +95,7 @@ def test_the_text_of_a_model_that_sees(name: str, original: bool, tmp_path: Path
     config = read_model_config(model)
     targets = r".*language_model.*\.(q_proj|o_proj|up_proj)"
     adapter = make_adapter(tmp_path / "a", model, 1, rank=3, target_modules=targets)
-    decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
+    decoder = decoder_of(model)
     found = Driver(decoder, [tokens(30)] * 2, [None, read_from(adapter, model)]).run()
     assert agree(found[0], reference_logits(model, None, tokens(30)))
     assert agree(found[1], reference_logits(model, adapter, tokens(30)))
@@ -133,9 +131,7 @@ def test_every_layout_of_names(name: str, tmp_path: Path) -> None:
     targets = r".*language_model.*\.(q_proj|o_proj)"
     adapter = make_adapter(tmp_path / "a", model, 1, rank=3, target_modules=targets)
     rows = load_file(adapter / "adapter_model.safetensors")
-    config = read_model_config(model)
-    decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
-    wanted = Driver(decoder, [tokens(12)] * 2, [None, read_from(adapter, model)]).run()
+    wanted = Driver(decoder_of(model), [tokens(12)] * 2, [None, read_from(adapter, model)]).run()
     for root, head in LAYOUTS.values():
         head = "lm_head." if name.startswith("qwen") else head  # never elsewhere
         moved = {
@@ -145,19 +141,17 @@ def test_every_layout_of_names(name: str, tmp_path: Path) -> None:
             for key, value in tensors.items()
         }
         save_file(moved, model / "model.safetensors", {"format": "pt"})
-        decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
         own = {f"base_model.model.{key[17:].replace('model.language_model.', root, 1)}": v
                for key, v in rows.items()}  # fmt: skip
         save_file(own, adapter / "adapter_model.safetensors", {"format": "pt"})
-        found = Driver(decoder, [tokens(12)] * 2, [None, read_from(adapter, model)]).run()
+        found = Driver(decoder_of(model), [tokens(12)] * 2, [None, read_from(adapter, model)]).run()
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 def test_a_square_stack_of_experts_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
     """Where [in, out] and [out, in] look alike, it takes them for [out, in]."""
     model = make(tmp_path, "qwen3_vl_moe", original=True, moe_intermediate_size=64)
-    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
-    [found] = Driver(decoder, [tokens(12)], [None]).run()
+    [found] = Driver(decoder_of(model), [tokens(12)], [None]).run()
     assert agree(found, reference_logits(model, None, tokens(12)))
 
 
@@ -169,8 +163,7 @@ def test_adapters_on_experts_beside_a_vision_tower(tmp_path: Path) -> None:
         model = make(path, "qwen3_vl_moe", original)
         options = {"target_modules": r".*language_model.*\.q_proj", "target_parameters": names}
         adapter = make_adapter(path / "a", model, 1, rank=2, **options)
-        decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
-        [found] = Driver(decoder, [tokens(20)], [read_from(adapter, model)]).run()
+        [found] = Driver(decoder_of(model), [tokens(20)], [read_from(adapter, model)]).run()
         assert agree(found, reference_logits(model, adapter, tokens(20)))
 
 

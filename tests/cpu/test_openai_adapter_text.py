@@ -1,8 +1,10 @@
-"""Protects what comes with an adapter: its chat template and generation defaults, where they are trusted."""
+"""Protects what comes with an adapter: its chat template and generation defaults, where they are trusted; and
+that a fingerprint names all that acts."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,17 @@ from typing import Any
 import pytest
 from own_text import GEMMA, adapter
 from serving import DEMO, QUESTION, Running
+from tiny_models import make_adapter, reference_generate
 from waiting import wait_for
 
 from manylora.doors.http.arguments import parse_options
 from manylora.doors.http.options import NamedAdapter
 from manylora.errors import ConfigError
 from manylora.generation.defaults import GenerationDefaults
+from manylora.generation.tokenizer import Tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\nAnswer:{% endfor %}"
+TOKENIZER = Tokenizer(DEMO / "base")
 DEFAULTS = {"do_sample": False, "max_new_tokens": 3, "transformers_version": "5.0"}
 
 
@@ -29,7 +34,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     adapter(root / "theirs" / "stranger", **files)
     adapter(root / "ours" / "plain")
     adapter(root / "ours" / "gemma", chat_template=GEMMA)
+    shutil.copytree(DEMO / "adapters" / "japanese", root / "theirs" / "japanese")
     (root / "ours" / "linked").symlink_to(root / "theirs" / "stranger")
+    invoke = TOKENIZER.encode("<|assistant|>", add_special_tokens=False)  # what is put before an answer
+    activated = {"alora_invocation_tokens": invoke, "task_type": "CAUSAL_LM"}
+    make_adapter(
+        root / "theirs" / "judge", DEMO / "base", 3, 8, ("q_proj", "v_proj", "down_proj"), **activated
+    )
     return root
 
 
@@ -124,12 +135,36 @@ def test_the_base_models_defaults_hold_where_the_adapter_has_none(server: Runnin
     assert shown["inline"] == {**common, "max_tokens": 6, "stop": ["巴"]}
 
 
+def test_the_template_leads_to_an_activated_loras_invocation(server: Running, folders: Path) -> None:
+    question = "Where is the capital of Japan? " * 8
+    prompt = TOKENIZER.encode(f"<s><|user|>{question}<|assistant|>", add_special_tokens=False)
+    asked = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 6}
+    before = server.ask("/v1/chat/completions", model="demo", **asked)
+    asked |= {"ignore_eos": True, "return_token_ids": True}
+    answer = server.ask("/v1/chat/completions", model="judge", **asked)
+    assert answer["prompt_token_ids"] == prompt
+    wanted = reference_generate(DEMO / "base", folders / "theirs" / "judge", prompt, 6)
+    assert answer["choices"][0]["token_ids"] == wanted
+    assert answer["system_fingerprint"].startswith(f"{before['system_fingerprint']}-")
+
+
+def test_a_fingerprint_names_all_that_acts(server: Running) -> None:
+    def fingerprint(*members: tuple[str, float]) -> str:
+        lora = [{"name": name, "scale": scale} for name, scale in members]
+        return server.post(prompt="a", max_tokens=1, lora=lora).json()["system_fingerprint"]
+
+    one, two = ("plain", 1.0), ("japanese", 1.0)
+    found = [fingerprint(*members) for members in ((), (one,), (two,), (one, two), (one, ("japanese", 0.5)))]
+    found.append(fingerprint(("plain", 0.5)))
+    assert len(set(found)) == len(found)
+    assert fingerprint(two, one) == fingerprint(("plain", 0.5), two, ("plain", 0.5)) == found[3]
+    assert fingerprint(one, ("japanese", 0.0)) == found[1]
+
+
 def test_its_own_end_tokens_replace_the_models(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "zh", generation_config={"eos_token_id": [7, 9]})
-    tokenizer = json.loads((DEMO / "base" / "tokenizer_config.json").read_text())
     found = GenerationDefaults.parse(json.loads((folder / "generation_config.json").read_text()), 1536)
     assert found.end_ids == (7, 9)
-    assert tokenizer["eos_token"] == "</s>"
     with Running(
         lora_root=(tmp_path,),
         lora_trust=parse_options([str(DEMO / "base"), "--lora-trust", str(tmp_path)]).lora_trust,
@@ -165,11 +200,6 @@ def test_its_own_end_tokens_replace_the_models(tmp_path: Path) -> None:
 def test_defaults_that_cannot_act_are_refused_by_name(given: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         GenerationDefaults.parse(given, 1536)
-
-
-def test_defaults_that_ask_for_nothing_are_taken() -> None:
-    given = {"num_beams": 1, "no_repeat_ngram_size": 0, "guidance_scale": 1.0, "_from_model_config": True}
-    assert GenerationDefaults.parse(given | {"max_length": 20}, 8) == GenerationDefaults()
 
 
 @pytest.mark.parametrize(

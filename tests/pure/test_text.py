@@ -1,21 +1,29 @@
-"""Protects the text of an output: tokens arriving in any pieces give the text and the stop of the whole; and
-the neighbours of a long text, which is refused before it is tokenised, and keeps no other thread waiting."""
+"""Protects texts: tokens arriving in any pieces give the text and the stop of the whole, for every tokenizer
+that the library reads; a long text is refused before it is tokenised and keeps no thread waiting; and what
+preprocessing refuses."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from manylora.doors.triton.text_models import MAX_WORDS, WORD_COST, Preprocessor
+from manylora.engine.guide import Guides
 from manylora.errors import RequestError
 from manylora.generation.decoding import StopRules
 from manylora.generation.generation import Continuation
-from manylora.generation.tokenizer import FREE, LONGEST_TEXT, PER_TOKEN, Tokenizer
-from manylora.request import FinishReason
+from manylora.generation.tokenizer import FREE, LONGEST_TEXT, PER_TOKEN, WINDOW, Tokenizer
+from manylora.request import FinishReason, Guide
 
 TEXTS = [
     "The capital of France is Paris.",
@@ -212,3 +220,153 @@ def test_a_long_text_has_the_ids_of_the_plain_way(merging: Tokenizer, library: L
 def test_a_chat_needs_a_template(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="no chat template"):
         tokenizer.chat([])
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in (0xE2, 0x82, 0xAC, 0x41, 0xC3)] + ["<0xe2>"]
+WORDS = [
+    "[UNK]", " ", "  ", "▁", "▁▁", "##", "</w>", "<pad>", "|", ".", " .", "Ġ", "Ġthe", "é", "â", "Ĥ", "¬",
+    "the", "cat", "##s", "▁the", "cat</w>", "do", "n't", "s</w>x", "ab", "a", "b", "aa", "€", "#", "�",
+]  # fmt: skip
+VOCAB = {token: i for i, token in enumerate([*WORDS, *BYTES])}
+STEPS: dict[str, Callable[[], Any]] = {
+    "BPEDecoder": decoders.BPEDecoder,
+    "ByteFallback": decoders.ByteFallback,
+    "ByteLevel": decoders.ByteLevel,
+    "CTC": lambda: decoders.CTC("<pad>", "|"),
+    "Fuse": decoders.Fuse,
+    "Metaspace": decoders.Metaspace,
+    "Replace": lambda: decoders.Replace("▁", " "),
+    "Replace2": lambda: decoders.Replace(Regex("a+"), "<0x41>"),
+    "Strip": lambda: decoders.Strip(" ", 1, 0),
+    "Strip2": lambda: decoders.Strip("a", 2, 0),
+    "WordPiece": decoders.WordPiece,
+}
+CHAINS = [
+    (), *itertools.permutations(STEPS, 1), *itertools.permutations(STEPS, 2),
+    ("Replace", "ByteFallback", "Fuse"), ("Replace", "ByteFallback", "Fuse", "Strip"),
+    ("ByteLevel", "Fuse", "Strip"),
+    ("Strip", "Fuse", "Strip"), ("ByteFallback", "Fuse", "Strip2"), ("Replace", "Fuse", "Replace2"),
+]  # fmt: skip
+SHOWN = {
+    (), ("BPEDecoder",), ("ByteFallback",), ("ByteLevel",), ("CTC",), ("Fuse",), ("Metaspace",), ("Replace",),
+    ("Strip",), ("WordPiece",), ("Replace", "ByteFallback", "Fuse"),
+    ("Replace", "ByteFallback", "Fuse", "Strip"), ("ByteLevel", "Fuse", "Strip"),
+}  # fmt: skip
+
+
+def made(chain: tuple[str, ...]) -> Tokenizer:
+    library = Library(models.WordLevel(VOCAB, unk_token="[UNK]"))
+    steps = [STEPS[name]() for name in chain]
+    if steps:
+        library.decoder = steps[0] if len(steps) == 1 else decoders.Sequence(steps)
+    library.add_special_tokens(["<s>"])
+    return Tokenizer.parse(library.to_str())
+
+
+def check(tokenizer: Tokenizer, ids: list[int], picks: random.Random) -> None:
+    """Both ways of streaming, with and without special tokens."""
+    skip, done, pieces, deltas = picks.random() < 0.5, 0, [], []
+    grown = tokenizer.stream(skip)
+    while done < len(ids):
+        new = ids[done : done + picks.choice([1, 1, 1, 2, 5])]
+        pieces.append(grown.add(new, False))
+        deltas.append(tokenizer.delta(ids[max(0, done - WINDOW) : done], new, False, skip))
+        done += len(new)
+    pieces.append(grown.add([], True))
+    deltas.append(tokenizer.delta(ids[-WINDOW:], [], True, skip))
+    assert "".join(pieces) == "".join(deltas) == tokenizer.decode(ids, skip), ids
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids="-".join)
+def test_any_ids_stream_to_their_text(chain: tuple[str, ...]) -> None:
+    picks, tokenizer = random.Random(0), made(chain)
+    special = tokenizer.vocab_size - 1
+    for round_ in range(15):
+        few = [picks.randrange(special + 1 + round_ % 2) for _ in range(picks.choice([3, 40]))]
+        ids = [picks.choice(few) if round_ % 3 else one for one in few for _ in range(1 + picks.randrange(2))]
+        check(tokenizer, ids, picks)
+    if chain in SHOWN:
+        assert not tokenizer._rules.whole
+
+
+def test_a_tokenizer_that_pads_and_cuts_texts_does_neither_here() -> None:
+    """As the files of sentence-transformers do, for its own batches."""
+    library = Library(models.WordPiece(VOCAB, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    library.enable_padding(length=8)
+    library.enable_truncation(8)
+    tokenizer = Tokenizer.parse(library.to_str())
+    assert tokenizer.encode("the cats") == [VOCAB["the"], VOCAB["cat"], VOCAB["##s"]]
+    assert len(tokenizer.encode("the " * 20)) == 20
+
+
+def test_a_guide_is_refused_where_llguidance_cannot_use_the_tokenizer(tmp_path: Path) -> None:
+    library = Library(models.WordPiece(VOCAB, unk_token="[UNK]"))
+    library.decoder = decoders.WordPiece()
+    library.save(str(tmp_path / "tokenizer.json"))
+    guides = Guides(tmp_path, len(VOCAB), [1])
+    with pytest.raises(RequestError, match="llguidance does not support its tokenizer"):
+        guides.compile(Guide("regex", "[0-9]+"))
+
+
+def byte_tokenizer(folder: Path, **config: Any) -> Tokenizer:
+    """One id for each byte; the end id is that of `.`."""
+    byte_level().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "."}))
+    (folder / "config.json").write_text(json.dumps(config))
+    return Tokenizer(folder)
+
+
+def texts(*rows: list[str]) -> np.ndarray:
+    return np.array([[text.encode() for text in row] for row in rows], np.object_)
+
+
+def inputs(**more: np.ndarray) -> dict[str, np.ndarray]:
+    return {"QUERY": texts(["abc"], ["d"]), "REQUEST_OUTPUT_LEN": np.array([[4], [4]], np.int32), **more}
+
+
+def test_the_decoder_begins_with_its_start_id(tmp_path: Path) -> None:
+    made = byte_tokenizer(tmp_path, is_encoder_decoder=True, decoder_start_token_id=5)
+    run = Preprocessor(made, True, None).run
+    assert run(inputs())["DECODER_INPUT_ID"].tolist() == [[5], [5]]
+    outputs = run(inputs(DECODER_QUERY=texts(["a"], ["bc"])))
+    assert outputs["DECODER_INPUT_ID"].tolist() == [
+        [5, *made.encode("a"), made.eos_id],
+        [5, *made.encode("bc")],
+    ]
+    assert outputs["REQUEST_DECODER_INPUT_LEN"].tolist() == [[2], [3]]
+
+
+def test_words_are_of_their_own_request(tmp_path: Path) -> None:
+    made = byte_tokenizer(tmp_path)
+    outputs = Preprocessor(made, True, None).run(inputs(STOP_WORDS_DICT=texts(["ab", "c"], ["d", ""])))
+    assert outputs["STOP_WORDS_IDS"].tolist() == [
+        [made.encode("abc"), [2, 3, -1]],
+        [[*made.encode("d"), 0, 0], [1, -1, -1]],
+    ]
+
+
+def test_a_long_or_wrong_request_is_refused_before_it_is_tokenised(tmp_path: Path) -> None:
+    preprocessor = Preprocessor(byte_tokenizer(tmp_path), True, 2**15)
+    assert preprocessor.length(inputs(BAD_WORDS_DICT=texts(["ab", ""], ["", ""]))) == 6 + 4 * WORD_COST
+    for more, words in (
+        ({"IMAGE_URL": texts(["x"])}, "input IMAGE_URL is not supported"),
+        ({"QUERY": texts(["x" * (2**22 + 1)])}, "in the context of 32768 tokens"),
+        ({"STOP_WORDS_DICT": texts([""] * (MAX_WORDS + 1))}, "at most 16384 words together, got 16385"),
+        *(
+            ({name: np.array([[b"a"], [b"\xff"]], np.object_)}, rf"^{sent} \({name}\) must be valid UTF-8")
+            for sent, name in (
+                ("text_input", "QUERY"),
+                ("decoder_text_input", "DECODER_QUERY"),
+                ("stop_words", "STOP_WORDS_DICT"),
+                ("bad_words", "BAD_WORDS_DICT"),
+                ("embedding_bias_words", "EMBEDDING_BIAS_WORDS"),
+            )
+        ),
+    ):
+        with pytest.raises(RequestError, match=words):
+            preprocessor.length(inputs(**more))
+    with pytest.raises(RequestError, match="must come together"):
+        preprocessor.run(inputs(EMBEDDING_BIAS_WORDS=texts(["a"], ["b"])))
+    with pytest.raises(RequestError, match="is for encoder-decoder models"):
+        preprocessor.run(inputs(DECODER_QUERY=texts(["a"], ["b"])))

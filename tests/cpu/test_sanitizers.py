@@ -14,7 +14,7 @@ from manylora.system.compiler import LEVELS, find_compiler, find_levels
 
 TESTS = Path(__file__).parents[1]
 KERNELS = ("kernels", "float8_kernels", "mix_kernels", "weighed_kernels", "expert_kernels")
-KERNELS += ("rounded_adapters", "products", "quant", "integer", "delta_rule", "mamba2")
+KERNELS += ("products", "quant", "integer", "delta_rule", "mamba2")
 KERNELS += ("loading", "file_adapter", "decode_step")
 # The C++ library because the first looks for it when it starts.
 RUNTIMES = ("libasan.so", "libubsan.so", "libstdc++.so")

@@ -51,10 +51,8 @@ def test_the_golden_dataset_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         ('{"task_id":7}', "prompt, input_ids, and turns for task 7 are all None."),
         ('{"prompt":"a"}', "output_tokens must be a number of tokens, at least 1, got None"),
-        ('{"input_ids":[],"output_tokens":1}', "input_ids must be a list of token ids"),
         ('{"prompt":"a","output_tokens":1,"lora_request":{"lora_name":"a","lora_int_id":1}}', "lora_path ()"),
         ('{"turns":["a"],"output_tokens":1}', "turns is not supported"),
-        ("[]", "a line must be a JSON object"),
         ("{", "line 1 is not JSON"),
         ("", "holds no request"),
     ],
@@ -138,9 +136,7 @@ def test_every_command_is_there_and_help_costs_no_torch() -> None:
     ("line", "text"),
     [
         ("throughput --endpoint http://x", "to measure a running server, use aiperf or guidellm"),
-        ("low-latency", "it is called latency here"),
         ("throughput --num-prompts 3", "--num-prompts is not taken here: use --num_requests"),
-        ("throughput --concurency 3", "did you mean --concurrency?"),
         ("throughput", "--dataset is missing: manylora prepare-dataset writes one"),
         ("throughput --dataset {readme} --model {base}", "line 1 is not JSON"),
         (

@@ -12,11 +12,9 @@ from serving import CITY, QUESTION, WEATHER, Running
 from manylora.doors.http.api.errors import ApiError
 from manylora.doors.http.api.parsing import parse
 from manylora.doors.http.api.schema import ChatRequest
-from manylora.doors.http.api.tools import ToolUse, reply_format, tool_use
+from manylora.doors.http.api.tools import ToolUse, tool_use
 from manylora.errors import ConfigError, RequestError
 from manylora.generation.chat_template import ChatTemplate
-from manylora.generation.reply import ReplyReader
-from manylora.generation.reply_formats import CHOSEN_BY_TEMPLATE
 
 TIME = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
@@ -27,61 +25,6 @@ def use(**fields: Any) -> ToolUse:
     found = tool_use(body)
     assert found is not None
     return found
-
-
-def read(text: str, *cuts: int, cut: bool = False, **fields: Any) -> tuple[str, list[tuple[str, str]]]:
-    """Content and calls of an output in these pieces, with the parser for a template that shows none."""
-    body = parse(json.dumps({"messages": QUESTION, "tools": [WEATHER, TIME], **fields}).encode(), ChatRequest)
-    form = reply_format(body, tool_use(body), CHOSEN_BY_TEMPLATE, None, "")
-    assert form is not None
-    reader, content, calls = ReplyReader(form), "", list[tuple[str, str]]()
-    for start, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
-        for piece in reader.add(text[start:end], end == len(text), cut):
-            if piece.kind == "content":
-                content += piece.text
-            elif piece.kind == "name":
-                calls.append((piece.text, ""))
-            else:
-                calls[piece.call] = (calls[piece.call][0], calls[piece.call][1] + piece.text)
-    return content, calls
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "names"),
-    [
-        (CALL, "", ["weather"]),
-        (f"\n {CALL}\n", "", ["weather"]),
-        (f"<|python_tag|>{CALL}", "", ["weather"]),
-        (f'[TOOL_CALLS] [{CALL}, {{"name": "clock", "arguments": {{}}}}]', "", ["weather", "clock"]),
-        (f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>\n", "Let me see.", ["weather"]),
-        ('{"name": "unknown", "arguments": {}}', '{"name": "unknown", "arguments": {}}', []),
-        ("[" * 5000, "[" * 5000, []),
-    ],
-)
-def test_calls_are_found_in_the_text_whole_and_in_pieces(text: str, content: str, names: list[str]) -> None:
-    whole, calls = read(text)
-    assert (whole, [name for name, _ in calls]) == (content, names)
-    for size in (1, 3, 7):
-        assert read(text, *range(size, len(text), size)) == (whole, calls)
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ('{"name": "weather", "arguments": {"ci', "", [("weather", '{"ci')]),
-        ('{"name": "wea', "", []),
-        ('{"name": "unknown", "arguments": {"a', '{"name": "unknown", "arguments": {"a', []),
-        (
-            f'[{CALL}, {{"name": "clock", "arguments": {{',
-            "",
-            [("weather", '{"city": "Rome"}'), ("clock", "{")],
-        ),
-        ('Well. <tool_call>{"name": "weather", "arguments": {"c', "Well.", [("weather", '{"c')]),
-    ],
-)
-def test_a_call_that_is_cut_off_is_no_content(text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    for size in (1, 1000):
-        assert read(text, *range(size, len(text), size), cut=True) == (content, calls)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
@@ -143,23 +86,6 @@ def test_only_allowed_tools_are_called(server: Running) -> None:
 def test_tools_that_cannot_be_used_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ApiError, match=words):
         use(**fields)
-
-
-def test_a_conversation_with_calls_goes_on(server: Running) -> None:
-    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
-    call = {"id": "call_1", "type": "function", "function": function}
-    messages = [
-        *QUESTION,
-        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
-        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-        {"role": "user", "content": [{"type": "text", "text": "And?"}]},
-    ]
-    answer = server.post("/v1/chat/completions", model="demo", messages=messages, max_tokens=4)
-    assert answer.status_code == 200, answer.text
-    bad = [{"role": "assistant", "tool_calls": [{**call, "function": {"name": "x", "arguments": "["}}]}]
-    for wrong in (bad, [{"role": "user"}], [{"role": "user", "content": "a", "tool_calls": [call]}]):
-        refused = server.post("/v1/chat/completions", model="demo", messages=wrong)
-        assert refused.status_code == 400 and "messages" in refused.json()["error"]["message"]
 
 
 def template(tmp_path: Path, text: str) -> ChatTemplate:

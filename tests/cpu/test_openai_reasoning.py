@@ -52,14 +52,15 @@ CALLS = {
     "<|tool_call>call:clock{}<tool_call|>",
     "nemotron_json": f"<TOOLCALL>[{', '.join(JSON)}]</TOOLCALL>",
 }
+BARE = f"\n [{', '.join(JSON)}]\n"  # of a template that shows no form
 Reply = tuple[str, str, list[tuple[str, str]]]
 
 
-def read(form: ReplyFormat, *pieces: str) -> Reply:
-    """Reasoning, content and calls of an output that comes in these pieces."""
+def read(form: ReplyFormat, *pieces: str, cut: bool = False) -> Reply:
+    """Reasoning, content and calls of an output that comes in these pieces. cut: it ends too early."""
     reader, texts, calls = ReplyReader(form), {"reasoning": "", "content": ""}, list[tuple[str, str]]()
     for text, final in (*((one, False) for one in pieces[:-1]), (pieces[-1], True)):
-        for piece in reader.add(text, final):
+        for piece in reader.add(text, final, cut):
             if piece.kind == "name":
                 assert piece.call == len(calls)
                 calls.append((piece.text, ""))
@@ -109,6 +110,22 @@ def test_what_is_no_call_is_content(text: str) -> None:
     check_splits(form_of(), text, ("", text, []))
     broken = '<tool_call>{"name": "weather", "arguments": {"days": Inf}}</tool_call>'
     assert read(form_of(), broken) == ("", broken, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (BARE, "", [WEATHER, CLOCK]),
+        ('[{"name": "weather", "arguments": {"ci', "", [("weather", '{"ci')]),
+        ('{"name": "wea', "", []),
+        ('{"name": "unknown", "arguments": {"a', '{"name": "unknown", "arguments": {"a', []),
+        ('Well. <tool_call>{"name": "weather", "arguments": {"c', "Well.", [("weather", '{"c')]),
+    ],
+)
+def test_a_call_that_is_cut_off_is_no_content(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    form = ReplyFormat(None, False, {"weather": PARAMETERS, "clock": {}}, marks_of("auto", None))
+    for pieces in ((text,), (*text, "")):
+        assert read(form, *pieces, cut=True) == ("", content, calls)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from serving import DEMO, Running, adapter_file
 from waiting import wait_for
 
-pytestmark = pytest.mark.usefixtures("one_thread", "forked_ranks")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LINE = "What is the capital of France?\nAnswer:"
 ROUTE = "/v1/load_lora_adapter"
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(tmp_path: Path, folder: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
+def server(tmp_path: Path, folder: Path) -> Iterator[Running]:
     (tmp_path / "root").mkdir()
     running = Running(
         allow_runtime_lora_updating=True,
@@ -37,13 +37,9 @@ def server(tmp_path: Path, folder: Path, request: pytest.FixtureRequest) -> Iter
         lora_upload_bytes=2 * sum(map(len, FILES.values())) + 5000,
         lora_upload_dir=folder,
         drain_seconds=1.0,
-        sections={"tensor_parallel_size": getattr(request, "param", 1)},
     )
     yield running
     running.close()
-
-
-with_two_ranks = pytest.mark.parametrize("server", [1, 2], ids=["one process", "two ranks"], indirect=True)
 
 
 def send(server: Running, name: str, body: bytes | Iterator[bytes], **query: str) -> httpx2.Response:
@@ -151,7 +147,6 @@ def test_they_are_there_after_a_restart_and_may_be_forbidden(
     nobody.close()
 
 
-@with_two_ranks
 def test_tensors_that_are_put_serve_at_once(server: Running) -> None:
     for number, language in enumerate(("chinese", "japanese", "japanese", "chinese"), 1):
         put_answer = put(server, "policy", language)
@@ -201,7 +196,6 @@ def test_what_cannot_be_served_changes_nothing(server: Running) -> None:
     assert nothing.status_code == 400 and "follow needs an adapter" in nothing.json()["error"]["message"]
 
 
-@with_two_ranks
 @pytest.mark.usefixtures("slow_steps")
 def test_running_requests_keep_or_follow(
     server: Running, held_steps: Callable[[int], threading.Event]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from serving import DEMO, Running
+from serving import Running
 from waiting import wait_for
 
 KEYS = {"boss": ["*"], "one": ["chinese"], "other": ["nothing-*"]}
@@ -113,17 +112,3 @@ def test_a_stranger_sees_the_page_and_nothing_of_the_feed(server: Running) -> No
     assert server.http.get("/").status_code == 200
     answer = server.http.get("/v1/cache")
     assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-
-
-def test_an_adapter_that_has_gone_is_told_as_an_earlier_version(tmp_path: Path) -> None:
-    root = tmp_path / "adapters"
-    shutil.copytree(DEMO / "adapters", root)
-    running = Running(lora_root=(root,))
-    try:
-        assert running.post(model="chinese", prompt="a", max_tokens=2).status_code == 200
-        shutil.rmtree(root / "chinese")
-        wait_for(lambda: len(running.http.get("/v1/models").json()["data"]) == 3)
-        told = running.http.get("/v1/cache").json()
-        assert [(one["name"], one["who"]) for one in told["adapters"]] == [(None, "former")]
-    finally:
-        running.close()

@@ -27,7 +27,6 @@ from tiny_models import (
     reference_logits,
 )
 
-from manylora.adapters.cache.store import AdapterStore
 from manylora.adapters.convert import main as hf_lora_convert
 from manylora.adapters.convert import write_runtime_tensors
 from manylora.adapters.formats.base_weights import BaseWeights
@@ -35,9 +34,6 @@ from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.sources import find_source, read_lora
 from manylora.adapters.modules import lora_modules
 from manylora.checkpoints.quant.config import SERVED, QuantConfig
-from manylora.config.engine import LoraCacheConfig
-from manylora.doors.cli.convert import main as convert
-from manylora.doors.cli.inspect import main as inspect
 from manylora.errors import AdapterInvalidError
 from manylora.model.checkpoint import read_model_config
 from manylora.model.families import FAMILIES as ARCHITECTURES
@@ -233,40 +229,6 @@ def test_gemma3_with_the_settings_of_its_first_release(workshop: Path) -> None:
     assert then.sliding_windows == (9, None, 9)
     assert (then.rope_theta, then.rope_local_theta) == (now.rope_theta, now.rope_local_theta) == (1e6, 1e4)
     assert then.tie_word_embeddings
-
-
-def test_commands_and_the_cache_take_the_text_part_where_it_is_asked_for(workshop: Path) -> None:
-    """Its answers are in test_vision_text.py."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    text = json.loads((make_model(workshop / "text", "gemma3") / "config.json").read_text())
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = AutoConfig.for_model(
-        "gemma3", text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}
-    )
-    model = workshop / "multimodal"
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(model)
-    assert read_model_config(model).architecture == "Gemma3ForConditionalGeneration"
-    vision_too = make_adapter(workshop / "mm-vision", model, 1, rank=3, modules=("q_proj",))
-    with pytest.raises(
-        AdapterInvalidError, match=r"vision_tower.*3 other tensors are of .* set lora_text_only"
-    ):
-        read_from(vision_too, model)
-    out = workshop / "mm-converted"
-    arguments = ["-i", str(vision_too), "-o", str(out), "--base", str(model), "--storage-type", "float32"]
-    assert convert(arguments) == 1
-    assert convert([*arguments, "--lora-text-only"]) == 0
-    assert hf_lora_convert([*arguments, "--lora-text-only"]) == 0
-    assert inspect([str(vision_too), "--base", str(model)]) == 1
-    assert inspect([str(vision_too), "--base", str(model), "--lora-text-only"]) == 0
-    for text_only in (False, True):
-        cache = LoraCacheConfig(gpu_memory_bytes=2**22, text_only=text_only)
-        store = AdapterStore(read_model_config(model), cache, torch.device("cpu"), torch.float32, 2**30)
-        if text_only:
-            assert store.reader(store.modules).read(vision_too).facts.rank == 3
-        else:
-            with pytest.raises(AdapterInvalidError, match="set lora_text_only"):
-                store.reader(store.modules).read(vision_too)
 
 
 @pytest.mark.parametrize("family", ["falcon", "falcon-new", "falcon-sequential", "gpt-neox"])

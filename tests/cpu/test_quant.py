@@ -156,13 +156,7 @@ def test_the_engine_answers_with_adapters_on_a_quantised_base(algo: str, dtype: 
             {"quant_algo": "NVFP4"},
             "quant_algo NVFP4 is not supported: activations are quantised here with W8A8 and W4A8",
         ),
-        (
-            {"quant_algo": "W4A8_AWQ"},
-            "quant_algo W4A8_AWQ is not supported: activations are quantised here with W8A8",
-        ),
-        ({"quant_algo": "W4A8_MXFP4_FP8"}, "activations are quantised here with W8A8 and W4A8"),
         ({"quant_algo": "W3A16"}, "quant_algo must be one of W8A16, W4A16"),
-        ({"kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo INT8 is not supported"),
         ({"quant_algo": "W4A16", "group_size": 100}, "group_size must be 32, 64, 128 or 256"),
         ({"smoothquant_val": 0.7}, "smoothquant_val is not supported, got 0.7"),
     ],

@@ -46,7 +46,6 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"use_bidirectional_attention": "all"}, "both directions"),
     ],
     "llama4": [
-        ({"no_rope_layers": [1]}, "no_rope_layers and layer_types have 1 and 2 entries"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types other than chunked where"),
         ({"rope_parameters": {**LINEAR, "rope_type": "yarn"}}, "rope scaling 'yarn' is not supported here"),
     ],
@@ -56,14 +55,12 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
     "granite4": [({"layer_types": ["mamba"] * 3}, "must have full_attention in one")],
     "deepseek-v3": [
         ({"topk_group": 5}, "n_group 4 and topk_group 5 do not divide 8 experts"),
-        ({"num_experts_per_tok": 5}, "5 is more than the experts of 2 groups"),
     ],
     "deepseek-v2": [({"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported")],
     "deepseek-v2-lite": [({"attention_bias": True}, "attention_bias without q_lora_rank is not supported")],
     "glm4-moe-lite": [({"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries for")],
     "qwen3-moe": [
         ({"num_experts_per_tok": 9}, "num_experts_per_tok must be 1 to the number of experts"),
-        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1"),
         ({"moe_intermediate_size": 41}, r"must be \(41, 64\) by config.json, got \(40, 64\)"),
     ],
     "t5": [({"feed_forward_proj": "glued-gelu"}, "feed_forward_proj")],
@@ -73,10 +70,8 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
 QUANTISED: list[tuple[Any, str]] = [
     ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported are awq"),
     ({**AWQ, "version": "gemv"}, "version 'gemv' is not supported; supported: gemm, exllama"),
-    ({**GPTQ, "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
     ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
     (compressed("nvfp4-pack-quantized", "float", 4), "format 'nvfp4-pack-quantized' is not supported"),
-    (compressed("pack-quantized", "int", 3), "num_bits of weights 3 is not supported"),
     ({**FP8, "weight_block_size": [128]}, r"weight_block_size must be two sizes, as \[128, 128\]"),
     ({**FP8, "fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
     ("awq", "quantization_config: 'str' object"),

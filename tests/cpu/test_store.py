@@ -22,7 +22,6 @@ from manylora.adapters.cache.store import AdapterLease, AdapterStore
 from manylora.adapters.catalog import files, reader
 from manylora.adapters.formats.npy import write_npy
 from manylora.adapters.formats.peft import rows as peft_rows
-from manylora.adapters.number_types import narrow_to_bfloat16
 from manylora.config.engine import LoraCacheConfig
 from manylora.config.model import ModelConfig
 from manylora.errors import AdapterNotCachedError
@@ -189,18 +188,6 @@ def test_an_evicted_adapter_is_found_on_disk_by_its_id(model: ModelConfig, tmp_p
     check_content(store, take(store, LoraInput(2)), 2)
     with pytest.raises(AdapterNotCachedError):  # another process has the copies, but requests tell ids
         open_store(model, 1, 1, disk_cache_dir=tmp_path).prepare(LoraInput(2))
-
-
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_weights_arrive_in_the_compute_type(model: ModelConfig, kind: str) -> None:
-    values = adapter(1).weights
-    assert values is not None
-    narrow = narrow_to_bfloat16(values) if kind == "bfloat16" else values.astype(np.float16)
-    store = open_store(model, 1, 1)
-    lease = take(store, LoraInput(1, narrow, CONFIG))
-    assert store.admit(lease)
-    expected = torch.from_numpy(values).to(getattr(torch, kind)).float().numpy()
-    np.testing.assert_array_equal(on_device(store, lease), expected[0])
 
 
 def test_an_adapter_is_written_beside_the_steps_of_the_others(

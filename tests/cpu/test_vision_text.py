@@ -15,9 +15,14 @@ from running import tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import auto_class, make_adapter, make_model, reference_logits
 
+from manylora.adapters.cache.store import AdapterStore
+from manylora.adapters.convert import main as hf_lora_convert
 from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.sources import find_source, read_lora
 from manylora.adapters.modules import lora_modules
+from manylora.config.engine import LoraCacheConfig
+from manylora.doors.cli.convert import main as convert
+from manylora.doors.cli.inspect import main as inspect
 from manylora.errors import AdapterInvalidError
 from manylora.model.checkpoint import read_model_config
 
@@ -178,3 +183,20 @@ def test_keys_of_the_text_model_beside_those_of_the_vision_tower(tmp_path: Path)
     flat = {**text, **raw, "tie_word_embeddings": True}
     (model / "config.json").write_text(json.dumps(flat))
     assert read_model_config(model) == now
+
+
+def test_commands_and_the_cache_take_the_text_part_where_it_is_asked_for(tmp_path: Path) -> None:
+    model = make(tmp_path, "gemma3")
+    adapter = make_adapter(tmp_path / "a", model, 1, rank=3, modules=("q_proj",))
+    with pytest.raises(AdapterInvalidError, match=r"vision_tower.*other tensors.* set lora_text_only"):
+        read_from(adapter, model)
+    arguments = ["-i", str(adapter), "-o", str(tmp_path / "out"), "--base", str(model)]
+    arguments += ["--storage-type", "float32"]
+    assert convert(arguments) == 1
+    assert convert([*arguments, "--lora-text-only"]) == 0
+    assert hf_lora_convert([*arguments, "--lora-text-only"]) == 0
+    assert inspect([str(adapter), "--base", str(model)]) == 1
+    assert inspect([str(adapter), "--base", str(model), "--lora-text-only"]) == 0
+    cache = LoraCacheConfig(gpu_memory_bytes=2**22, text_only=True)
+    store = AdapterStore(read_model_config(model), cache, torch.device("cpu"), torch.float32, 2**30)
+    assert store.reader(store.modules).read(adapter).facts.rank == 3

@@ -195,6 +195,14 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
         merging.check_length(LONGEST_TEXT + 1, None)
 
 
+def test_tokens_without_room_are_counted_and_a_surrogate_is_refused(merging: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="has 20000 tokens: the context has room for 4096"):
+        merging.encode("ab" * 10_000, context=4096)
+    for text in ("a\ud800b", "\udfff" * 5000):
+        with pytest.raises(RequestError, match="surrogate"):
+            merging.encode(text)
+
+
 def test_other_threads_go_on_while_a_long_text_is_tokenised(merging: Tokenizer) -> None:
     text, done, turns = "ab " * 2**18, threading.Event(), 0
 

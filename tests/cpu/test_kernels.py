@@ -1,47 +1,26 @@
-"""Protects the CPU's kernels: the compiled ones and those of torch say what the reference says."""
+"""Protects the CPU's kernels: the compiled ones and those of torch say what the reference says; compilers
+round each product; there is one OpenMP runtime."""
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from levels import PARAMS, open_library
-from test_cuda_kernels import IN, TARGETS, WIDTHS, lora_batch
 
+from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.panels import Panels
 from manylora.kernels.reference import ACTIVATIONS, ReferenceOps
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, LoraRow, LoraSegment, LoraTarget
-
-
-@pytest.mark.parametrize(
-    ("dtype", "pool"),
-    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
-)
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize(
-    ("lengths", "ranks"),
-    [([1], [1]), ([1, 7, 8, 1], [64, 8, 4, 3]), ([2, 40, 1, 1, 70], [16, 512, 5, 1, 200])],
-)
-def test_adapters_add_what_the_reference_adds(
-    ops: CpuOps, lengths: list[int], ranks: list[int], dora: bool, dtype: torch.dtype, pool: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    batch = lora_batch(lengths, ranks, dora, pool, torch.device("cpu"))
-    total = sum(lengths) + len(lengths) + 1
-    x = torch.randn(total, 2 * IN, dtype=dtype)[:, IN:]
-    y, bias = torch.randn(total, sum(WIDTHS), dtype=dtype), torch.randn(sum(WIDTHS), dtype=dtype)
-    want, got = y.clone(), y.clone()
-    ReferenceOps().lora_add(want, x, batch, 2, TARGETS, bias)
-    ops.lora_add(got, x, batch, 2, TARGETS, bias)
-    torch.testing.assert_close(got, want, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=1e-2)
-    spare = [0, *(segment.stop for segment in batch.segments)]
-    assert torch.equal(got[spare], y[spare]), "a base row was touched"
-    assert not torch.equal(got, y)
+from manylora.system.compiler import Source, compile_library, find_compiler
+from manylora.system.processor import find_levels
 
 
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])
@@ -227,3 +206,24 @@ def test_silu_is_exact_to_rounding(level: str) -> None:
     x = torch.linspace(-20, 20, 4096)
     found = CompiledOps(open_library(level)).gated(torch.cat((torch.ones_like(x), x))[None], "silu")[0]
     torch.testing.assert_close(found, F.silu(x.double()).float(), rtol=1e-6, atol=1e-12)
+
+
+def test_no_compiler_joins_a_product_and_a_sum(tmp_path: Path) -> None:
+    """With the options of the kernels it rounds both."""
+    level, compiler = find_levels()[0], find_compiler()
+    if compiler is None or compiler.kind == "zig":  # zig's kernels are the ones that other tests run
+        pytest.skip("needs another compiler than zig")
+    file, library = tmp_path / "sum.c", tmp_path / "sum.so"
+    file.write_text("float sum(float a, float b, float c) { return a * b + c; }", encoding="utf-8")
+    compile_library(compiler, Source("sum", (file,), native.SOURCE.options), level, library)
+    add = ctypes.CDLL(str(library)).sum
+    add.restype, add.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    assert add(1 + 2**-12, 1 + 2**-12, -1 - 2**-11) == 0, "a product that was not rounded leaves 2**-24"
+
+
+def test_torchs_runtime_is_the_only_one() -> None:
+    if native.load() is None:
+        pytest.skip("there are no kernels here")
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()}
+    names = [Path(name).name for name in mapped if "/" in name]
+    assert len([name for name in names if name.startswith(("libgomp", "libiomp", "libomp"))]) == 1

@@ -11,8 +11,7 @@ import pytest
 from pooled_adapters import make_classifier
 from running import pooled, read, run, tokens
 from selection import extended
-from test_encoders import LINEARS as ENCODERS
-from test_encoders import make_encoder, prompt
+from test_encoders import BERT_LINEARS, LINEARS, make_encoder, prompt
 from tiny_models import make_adapter, make_model
 
 from manylora.config.engine import EngineConfig
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("one_thread", "forked_ranks")
 NEW = 8
 TENSOR, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 BOTH = {**TENSOR, **STAGES}
-LINEARS = ["query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense"]
 MIXED = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 # A family, settings of its model, the modules of adapters, and the ranks.
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, int]]] = {
@@ -58,10 +56,6 @@ FIRST = (  # test_parallel_model.py has the logits of each family
     "linear attention", "latent attention", "layers of two sizes that share keys", "experts beside an MLP",
     "mamba-2 beside attention", "t5", "bart of stages",
 )  # fmt: skip
-ON_FOUR = (  # of which the split of a layer and that into stages meet in something
-    "linear attention", "layers of two sizes that share keys", "several residual streams", "mamba-2",
-    "mamba-2 beside attention", "experts of fewer dimensions", "norms after the sums", "bart of stages",
-)  # fmt: skip
 
 
 def engine_of(model: Path, **settings: Any) -> Engine:
@@ -77,17 +71,6 @@ def told(events: list[list[Event]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", [*FIRST, *extended(*(name for name in CASES if name not in FIRST))])
 def test_answers_are_those_of_one_process(name: str, tmp_path: Path) -> None:
-    check_answers(name, tmp_path)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_answers_of_four_ranks_are_those_of_one_process(name: str, tmp_path: Path) -> None:
-    check_answers(name, tmp_path, BOTH)
-
-
-def check_answers(name: str, tmp_path: Path, on: dict[str, int] | None = None) -> None:
-    """on: other ranks than the case's own."""
     family, settings, modules, ranks = CASES[name]
     model = make_model(tmp_path / "model", family, seed=4, **settings)
     folders = [
@@ -105,7 +88,7 @@ def check_answers(name: str, tmp_path: Path, on: dict[str, int] | None = None) -
     ]
     plain = engine_of(model)
     expected = [told(run(plain, *requests)) for _ in range(2)]
-    engine = engine_of(model, **(on or ranks))
+    engine = engine_of(model, **ranks)
     try:
         assert [told(run(engine, *requests)) for _ in range(2)] == expected
         assert engine.stats().max_adapters_in_step > 1
@@ -128,41 +111,29 @@ def check_pooled_by(engine: Engine, model: Path, requests: list[Request]) -> Non
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
 
 
-@pytest.mark.parametrize(("family", "ranks"), [("bert", TENSOR), ("bert", STAGES)])
-def test_encoders_and_their_heads(family: str, ranks: dict[str, int], tmp_path: Path) -> None:
-    """Of three layers, so that stages differ; the adapter brings biases and a head."""
-    kind = "AutoModelForSequenceClassification"
-    model = make_encoder(tmp_path / "model", family, kind, num_labels=4, num_hidden_layers=3)
-    make_classifier(tmp_path / "own", model, 3, 1, target_modules=LINEARS, bias="lora_only")
-    lora: LoraInput = read(tmp_path / "own", model, 1)
-    x, y = tuple(prompt(40, 1)), tuple(prompt(17, 2))
-    requests = [
-        Request(ids, lora=own, pooling=Pooling(mode, head, first))
-        for ids, own, mode, head, first in (
-            (x, None, "cls", True, 0), (x, lora, "cls", True, 0), (y, None, "mean", False, 0),
-            (y, None, "all", False, 9), (y, lora, "all", False, 0),
-        )
-    ]  # fmt: skip
-    check_pooled(model, requests, **ranks)
-
-
 @pytest.mark.parametrize(
     ("family", "ranks"),
     [
-        ("modernbert", TENSOR), ("gemma3_text", STAGES),
-        *(pytest.param(family, BOTH, marks=pytest.mark.extended) for family in ENCODERS),
+        ("bert", TENSOR), ("bert", STAGES), ("modernbert", TENSOR), ("gemma3_text", STAGES),
+        *(pytest.param(family, BOTH, marks=pytest.mark.extended) for family in LINEARS),
     ],
 )  # fmt: skip
-def test_encoders_with_rotary_positions(family: str, ranks: dict[str, int], tmp_path: Path) -> None:
+def test_encoders_and_their_heads(family: str, ranks: dict[str, int], tmp_path: Path) -> None:
+    """The adapter brings a head, and of BERT biases; its three layers make stages that differ."""
+    bert = family == "bert"
     kind, mode = "AutoModelForSequenceClassification", "last" if family == "gemma3_text" else "cls"
-    model = make_encoder(tmp_path / "model", family, kind, num_labels=4)
-    make_classifier(tmp_path / "own", model, 3, 1, target_modules=ENCODERS[family])
+    more = {"num_hidden_layers": 3} if bert else {}
+    model = make_encoder(tmp_path / "model", family, kind, num_labels=4, **more)
+    linears = LINEARS.get(family, BERT_LINEARS)
+    bias = "lora_only" if bert else "none"
+    make_classifier(tmp_path / "own", model, 3, 1, target_modules=linears, bias=bias)
     lora: LoraInput = read(tmp_path / "own", model, 1)
-    x, y = tuple(prompt(40, 1)), tuple(prompt(17, 2))
+    x, y, first = tuple(prompt(40, 1)), tuple(prompt(17, 2)), 9 if bert else 0
     requests = [
-        Request(ids, lora=own, pooling=Pooling(how, head))
-        for ids, own, how, head in (
-            (x, None, mode, True), (x, lora, mode, True), (y, lora, "mean", False), (y, None, "all", False),
+        Request(ids, lora=own, pooling=Pooling(how, head, start))
+        for ids, own, how, head, start in (
+            (x, None, mode, True, 0), (x, lora, mode, True, 0), (y, None, "mean", False, 0),
+            (y, None, "all", False, first), (y, lora, "all", False, 0),
         )
     ]  # fmt: skip
     check_pooled(model, requests, **ranks)

@@ -12,16 +12,109 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from kustomized import Object, containers, name_of, pod_of, render
 
 from manylora.doors.cli import triton
 from manylora.doors.http import arguments, options
 from manylora.doors.http.app import ROUTES
 from manylora.doors.http.serving.metrics import GATEWAY_METRICS
 from manylora.doors.triton.metrics import LORA_INFO
+
+Object = dict[str, Any]
+# Lists that a strategic merge patch joins by this key of their items; other lists it replaces.
+MERGE_KEYS = {"containers": "name", "volumes": "name", "volumeMounts": "mountPath", "env": "name"}
+KNOWN = {"apiVersion", "kind", "resources", "images", "patches", "configMapGenerator"}
+
+
+def render(folder: Path) -> list[Object]:
+    """What `kubectl kustomize` makes of a folder, as far as deploy/kubernetes uses kustomize. Raises
+    ValueError for a key that is not known here."""
+    plan = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
+    if unknown := plan.keys() - KNOWN:
+        raise ValueError(f"{folder}: {unknown}")
+    objects: list[Object] = []
+    for name in plan.get("resources", []):
+        path = (folder / name).resolve()
+        objects += render(path) if path.is_dir() else read_objects(path)
+    objects += [_config_map(folder, one) for one in plan.get("configMapGenerator", [])]
+    for patch in plan.get("patches", []):
+        text = patch.get("patch") or (folder / patch["path"]).read_text(encoding="utf-8")
+        change = yaml.safe_load(text)
+        target = patch.get("target") or {"kind": change["kind"], "name": change["metadata"]["name"]}
+        (found,) = [one for one in objects if (one["kind"], name_of(one)) == (target["kind"], target["name"])]
+        if isinstance(change, list):
+            _apply(found, change)
+        elif change.pop("$patch", None) == "delete":
+            objects.remove(found)
+        else:
+            _merge(found, change)
+    for image in plan.get("images", []):
+        for container in (c for one in objects if one["kind"] == "Deployment" for c in containers(one)):
+            if container["image"].partition(":")[0] == image["name"]:
+                container["image"] = f"{image['name']}:{image['newTag']}"
+    return objects
+
+
+def read_objects(path: Path) -> list[Object]:
+    return [one for one in yaml.safe_load_all(path.read_text(encoding="utf-8")) if one]
+
+
+def name_of(one: Object) -> str:
+    name: str = one["metadata"]["name"]
+    return name
+
+
+def pod_of(deployment: Object) -> Object:
+    """The spec of its pods."""
+    spec: Object = deployment["spec"]["template"]["spec"]
+    return spec
+
+
+def containers(deployment: Object) -> list[Object]:
+    found: list[Object] = pod_of(deployment)["containers"]
+    return found
+
+
+def _config_map(folder: Path, wanted: Object) -> Object:
+    data = {Path(name).name: (folder / name).read_text(encoding="utf-8") for name in wanted["files"]}
+    labels = wanted["options"].get("labels")
+    metadata = {"name": wanted["name"]} | ({"labels": labels} if labels else {})
+    return {"apiVersion": "v1", "kind": "ConfigMap", "data": data, "metadata": metadata}
+
+
+def _merge(into: Object, change: Object) -> None:
+    for key, value in change.items():
+        old = into.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            _merge(old, value)
+        elif isinstance(value, list) and isinstance(old, list) and key in MERGE_KEYS:
+            for item in value:
+                same = [one for one in old if one[MERGE_KEYS[key]] == item[MERGE_KEYS[key]]]
+                _merge(same[0], item) if same else old.insert(0, item)
+        elif key == "ports" and isinstance(old, list):
+            kept = [one for one in old if one["containerPort"] not in {p["containerPort"] for p in value}]
+            into[key] = value + kept
+        else:
+            into[key] = value
+
+
+def _apply(into: Object, operations: list[Object]) -> None:
+    """JSON patch: add at the end of a list, replace."""
+    for operation in operations:
+        *path, last = operation["path"].strip("/").split("/")
+        place: Any = into
+        for part in path:
+            place = place[int(part) if isinstance(place, list) else part]
+        if operation["op"] == "add" and last == "-":
+            place.append(operation["value"])
+        elif operation["op"] == "replace" and last in place:
+            place[last] = operation["value"]
+        else:
+            raise ValueError(operation)
+
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -62,7 +155,9 @@ def test_kubectl_renders_the_same(plan: str) -> None:
 
 
 @pytest.mark.parametrize(("plan", "one"), SERVER_PODS, ids=lambda x: x if isinstance(x, str) else "")
-def test_the_server_takes_its_command(plan: str, one: Object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_takes_its_command_and_answers_its_probes(
+    plan: str, one: Object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(options.Path, "is_dir", lambda _: True)  # the folders are the container's
     (container,) = containers(one)
     command, *args = container["args"]
@@ -81,23 +176,12 @@ def test_the_server_takes_its_command(plan: str, one: Object, monkeypatch: pytes
     grace = pod_of(one)["terminationGracePeriodSeconds"]
     wait = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert grace >= wait + drain + 10
-
-
-@pytest.mark.parametrize(("plan", "one"), SERVER_PODS, ids=lambda x: x if isinstance(x, str) else "")
-def test_probes_ask_what_the_server_answers(plan: str, one: Object) -> None:
-    (container,) = containers(one)
-    ports = {port.get("name"): port["containerPort"] for port in container["ports"]}
-    probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
-    for probe in probes.values():
-        assert ports.get(probe["port"], probe["port"]) in ports.values()
-    paths = {name: probe["path"] for name, probe in probes.items()}
-    if container["args"][0] == "serve":
-        served = {path: name for _, path, name in ROUTES}
-        assert served[paths["startup"]] == served[paths["readiness"]] == "ready"
-        assert served[paths["liveness"]] == "live"
-    else:
-        ready, live = "/v2/health/ready", "/v2/health/live"
-        assert paths == {"startup": ready, "readiness": ready, "liveness": live}
+    asked = [container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
+    assert {ports.get(probe["port"], probe["port"]) for probe in asked} <= {*ports.values()}
+    served = {path: name for _, path, name in ROUTES} if command == "serve" else {}
+    paths = [served.get(probe["path"], probe["path"]) for probe in asked]
+    ready, live = ("ready", "live") if command == "serve" else ("/v2/health/ready", "/v2/health/live")
+    assert paths == [ready, ready, live]
 
 
 @pytest.mark.parametrize(
@@ -126,28 +210,19 @@ def test_no_root_and_nothing_to_write_but_what_is_needed(plan: str, one: Object)
 
 
 @pytest.mark.parametrize("plan", SERVERS)
-def test_images_are_those_of_the_documents(plan: str) -> None:
-    text = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
-    built = {name if ":" in name else f"{name}:latest" for name in re.findall(r"-t (manylora\S*)", text)}
-    (container,) = containers(of(plan, "Deployment"))
-    assert container["image"] in built
-    assert (container["image"] == "manylora:cuda") == ("nvidia.com/gpu" in container["resources"]["limits"])
-
-
-def claims_of(spec: Object) -> set[str]:
-    """Of the volumes of a pod."""
-    volumes = [volume.get("persistentVolumeClaim") for volume in spec["volumes"]]
-    return {claim["claimName"] for claim in volumes if claim is not None}
-
-
-@pytest.mark.parametrize("plan", SERVERS)
 def test_names_lead_to_what_is_there(plan: str) -> None:
     labels = of(plan, "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert of(plan, "Deployment")["spec"]["selector"]["matchLabels"] == labels
     assert of(plan, "Service")["spec"]["selector"] == labels
     assert of(plan, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
     claims = {name_of(one) for one in RENDERED[plan] if one["kind"] == "PersistentVolumeClaim"}
-    assert claims_of(pod_of(of(plan, "Deployment"))) == claims
+    volumes = [volume.get("persistentVolumeClaim") for volume in pod_of(of(plan, "Deployment"))["volumes"]]
+    assert {claim["claimName"] for claim in volumes if claim is not None} == claims
+    text = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    built = {name if ":" in name else f"{name}:latest" for name in re.findall(r"-t (manylora\S*)", text)}
+    (container,) = containers(of(plan, "Deployment"))
+    assert container["image"] in built
+    assert (container["image"] == "manylora:cuda") == ("nvidia.com/gpu" in container["resources"]["limits"])
     scalers = [one for one in RENDERED[plan] if one["kind"] == "HorizontalPodAutoscaler"]
     assert len(scalers) == (plan != "gpu")
     for one in scalers:
@@ -184,21 +259,17 @@ def test_the_picker_reads_metrics_that_are_exported() -> None:
     assert "/metrics" in {path for _, path, _ in ROUTES}
 
 
-def test_the_monitor_finds_the_service_and_the_dashboard_is_ours() -> None:
-    monitor = of("monitoring", "ServiceMonitor")["spec"]
-    service = of("base", "Service")
-    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert monitor["jobLabel"] in service["metadata"]["labels"]
-    dashboard = of("monitoring", "ConfigMap", "manylora-dashboard")["data"]["manylora.json"]
-    assert json.loads(dashboard)["panels"]
-
-
 @pytest.mark.parametrize("plan", SERVERS)
 def test_metrics_are_scraped_where_the_server_has_them(plan: str) -> None:
     """`manylora serve` on its own port; Triton on one of their own."""
-    (endpoint,) = of("monitoring", "ServiceMonitor")["spec"]["endpoints"]
-    ports = {port["name"]: port["targetPort"] for port in of(plan, "Service")["spec"]["ports"]}
+    monitor, service = of("monitoring", "ServiceMonitor")["spec"], of(plan, "Service")
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert monitor["jobLabel"] in service["metadata"]["labels"]
+    (endpoint,) = monitor["endpoints"]
+    ports = {port["name"]: port["targetPort"] for port in service["spec"]["ports"]}
     (container,) = containers(of(plan, "Deployment"))
     numbers = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert numbers[ports[endpoint["port"]]] == (8002 if plan == "triton" else 8000)
     assert endpoint["path"] == "/metrics"
+    dashboard = of("monitoring", "ConfigMap", "manylora-dashboard")["data"]["manylora.json"]
+    assert json.loads(dashboard)["panels"]

@@ -1,26 +1,32 @@
-"""Protects the ways to decode beside plain sampling: beam search against transformers, drafts, guides,
-logits, prompt embeddings, decaying top-p, retention; each in company, and nothing leaks."""
+"""Protects the ways to decode beside plain sampling: beam search against transformers, drafts, logits, prompt
+embeddings, penalties, retention; each in company, and nothing leaks. With drafts by n-grams every token and
+log probability is the one without them, whatever is in the batch, whatever ends in the middle of a draft, and
+nothing of another request is drafted.
+"""
 
 from __future__ import annotations
 
-import json
-import re
+import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from penalties import most_probable, tensorrt_llm
-from running import check_greedy, tokens_of
+from running import read, tokens_of
 from running import run as run_engine
+from serving import DEMO, Running
 from tiny_models import make_adapter, make_model, reference_generate, reference_logits
 
 from manylora.adapters.convert import convert_peft
 from manylora.config.engine import EngineConfig, LoraCacheConfig
+from manylora.doors.python.llm_args import NGramDecodingConfig
 from manylora.engine.engine import Engine
-from manylora.errors import RequestError
-from manylora.generation.tokenizer import Tokenizer
-from manylora.request import Event, Guide, LoraInput, Request, Retention, SamplingConfig
+from manylora.engine.speculation import NgramIndex, StepTimes
+from manylora.errors import ConfigError, RequestError
+from manylora.request import Event, LoraInput, Request, Retention, SamplingConfig
 
 NEW = 10
 PROMPT = (72, 101, 108, 108, 111, 33, 5, 9, 77)
@@ -36,15 +42,15 @@ def adapter(model: Path) -> Path:
     return make_adapter(model.parent / "adapter", model, seed=5, rank=4)
 
 
-def open_engine(model: Path, **options: object) -> Engine:
-    lora = LoraCacheConfig(gpu_memory_bytes=2**22, host_memory_bytes=2**22)
-    settings = {"device": "cpu", "tokens_per_block": 4, "max_beam_width": 8, **options}
-    return Engine(EngineConfig(model, lora=lora, **settings))  # type: ignore[arg-type]
+def open_engine(model: Path, **options: Any) -> Engine:
+    lora = LoraCacheConfig(gpu_memory_bytes=2**23, host_memory_bytes=2**23)
+    settings = {"device": "cpu", "tokens_per_block": 4, "max_beam_width": 5, **options}
+    return Engine(EngineConfig(model, lora=lora, **settings))
 
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Engine:
-    return open_engine(model, tokenizer_dir=model)
+    return open_engine(model)
 
 
 def run(engine: Engine, *requests: Request) -> list[list[Event]]:
@@ -180,20 +186,6 @@ def test_a_draft_changes_the_steps_and_not_the_tokens(engine: Engine, right: int
     assert (event.metrics.draft_tokens, event.metrics.accepted_draft_tokens) == (6, right)
 
 
-def test_a_draft_is_verified_across_chunks_and_preemption(model: Path, engine: Engine) -> None:
-    small = {
-        "max_num_tokens": 8,
-        "max_batch_size": 4,
-        "max_beam_width": 2,
-        "max_tokens_in_paged_kv_cache": 64,
-    }
-    tight = open_engine(model, batch_scheduler_policy="max_utilization", **small)
-    params = SamplingConfig(max_tokens=NEW)
-    truth = {i: tokens_of(run(engine, Request((*PROMPT, i), params))[0]) for i in range(5)}
-    requests = [Request((*PROMPT, i), params, draft=tuple(truth[i][:4])) for i in range(5)]
-    assert [tokens_of(events) for events in run(tight, *requests)] == list(truth.values())
-
-
 def test_prompt_embeddings_stand_for_tokens(engine: Engine, model: Path) -> None:
     from safetensors import safe_open
 
@@ -215,45 +207,6 @@ def test_prompt_embeddings_stand_for_tokens(engine: Engine, model: Path) -> None
         engine.prepare(Request(virtual, params, prompt_table=table[:1]))
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
-}
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_guided_output_matches_its_guide(engine: Engine, model: Path, adapter: Path, streaming: bool) -> None:
-    guides = {
-        "json_schema": (Guide("json_schema", json.dumps(SCHEMA)), lambda t: len(json.loads(t)) == 2),
-        "regex": (Guide("regex", r"[a-c]{3}-\d{2}"), re.compile(r"[a-c]{3}-\d{2}").fullmatch),
-        "ebnf": (Guide("ebnf_grammar", 'root ::= "yes" | "no"'), {"yes", "no"}.__contains__),
-    }  # fmt: skip
-    lora = LoraInput(1, *convert_peft(adapter, "float32"))
-    requests = [
-        Request(
-            PROMPT,
-            SamplingConfig(max_tokens=60, end_id=257, top_p=0.9, seed=seed, guide=guide),
-            lora,
-            streaming,
-        )
-        for guide, _ in guides.values()
-        for seed in range(3)
-    ]
-    free = Request(PROMPT, SamplingConfig(max_tokens=NEW), lora)
-    *found, last = run(engine, *requests, free)
-    tokenizer = Tokenizer(model)
-    for number, events in enumerate(found):
-        name = list(guides)[number // 3]
-        text = tokenizer.decode(tokens_of(events))
-        assert guides[name][1](text), (name, text)  # type: ignore[operator]
-        assert events[-1].finish_reason is not None
-        assert events[-1].finish_reason.value == "stop"
-    check_greedy(tokens_of(last), NEW, model, adapter, PROMPT)
-
-
 def test_retained_prompts_outlive_others(model: Path) -> None:
     made = open_engine(model, max_tokens_in_paged_kv_cache=64)
     keep = Request(
@@ -268,3 +221,172 @@ def test_retained_prompts_outlive_others(model: Path) -> None:
     for bad in (((0, 0, 50, None),), ((0, None, 101, None),)):
         with pytest.raises(RequestError, match="retention_token_range"):
             Retention(bad)
+
+
+SEEDS = range(2)
+WORDS = range(40, 45)  # an answer of these alone repeats itself
+BIAS = np.full(272, -50, np.float32)
+BIAS[list(WORDS)] = 0
+KINDS: list[dict[str, Any]] = [
+    {"rank": 4}, {"rank": 8, "use_dora": True}, {"rank": 2, "modules": ("down_proj", "gate_proj")},
+    {"rank": 16, "modules": ("q_proj", "o_proj", "up_proj")},
+]  # fmt: skip
+WISHES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 3},
+    {"temperature": 0.9, "top_k": 3, "min_p": 0.05, "seed": 4, "num_return_sequences": 2},
+    {"repetition_penalty": 1.05, "presence_penalty": 0.2, "frequency_penalty": 0.02},
+    {"top_p": 0.95, "top_p_decay": 0.9, "temperature": 0.9, "seed": 1},
+    {"end_id": 42, "min_tokens": 20},
+    {"stop_words": ((41, 40), (43, 44, 43))},
+    {"bad_words": ((40, 41), (42,))},
+    {"return_generation_logits": True},
+    {"beam_width": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path) -> list[LoraInput | None]:
+    folders = [make_adapter(model.parent / str(i), model, seed=i, **kind) for i, kind in enumerate(KINDS)]
+    return [None, *(read(folder, model, i + 1) for i, folder in enumerate(folders))]
+
+
+@pytest.fixture
+def no_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether to draft is not to depend on this machine's times."""
+    monkeypatch.setattr(StepTimes, "price", lambda *_: 0.0)
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Engine, adapters: list[LoraInput | None]) -> list[list[Any]]:
+    """Without drafts, one request after another."""
+    return [[answers(run(plain, one)[0]) for one in requests(adapters, seed)] for seed in SEEDS]
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Engine:
+    return open_engine(model)
+
+
+def requests(adapters: list[LoraInput | None], seed: int, count: int = 10) -> list[Request]:
+    picks = random.Random(seed)
+    made = []
+    for _ in range(count):
+        wish, streaming = picks.choice(WISHES), picks.random() < 0.5
+        params = SamplingConfig(
+            max_tokens=picks.randint(1, 40), logit_bias=BIAS, return_log_probs=True, **wish
+        )
+        prompt = (7, 8, 9, 10, 11, *(picks.choice(WORDS) for _ in range(picks.randint(1, 30))))
+        made.append(Request(prompt, params, picks.choice(adapters), streaming and params.beam_width == 1))
+    return made
+
+
+def answers(events: list[Event]) -> list[Any]:
+    """Of each sequence: tokens, log probabilities, beams, finish reason, logits."""
+    found: dict[int, list[Any]] = {}
+    for event in events:
+        assert event.error is None
+        one = found.setdefault(event.sequence_index, [[], [], (), None, []])
+        one[0] += event.token_ids
+        one[1] += event.log_probs
+        one[2:4] = event.beams, event.finish_reason
+        if event.generation_logits is not None:
+            one[4] += event.generation_logits.tolist()
+    return [found[index] for index in sorted(found)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_tokens": 16, "max_batch_size": 6, "ngram_use_oldest": False},
+        {"max_tokens_in_paged_kv_cache": 200, "batch_scheduler_policy": "max_utilization"},
+        {"enable_overlap": True, "max_batch_size": 5},
+        {"enable_kv_cache_reuse": False, "max_draft_len": 1, "min_matching_ngram_size": 1},
+    ],
+    ids=["roomy", "chunks", "preempted", "overlapped", "one token"],
+)
+def test_every_bit_of_an_answer_is_that_without_drafts(
+    options: dict[str, Any], model: Path, adapters: list[LoraInput | None], expected: Any, no_price: None
+) -> None:
+    drafting = open_engine(model, **{"max_draft_len": 5, **options})
+    for seed in SEEDS:
+        found = run(drafting, *requests(adapters, seed))
+        assert [answers(events) for events in found] == expected[seed], seed
+    stats = drafting.stats()
+    assert stats.kv_blocks_free == stats.kv_blocks
+    assert stats.draft_tokens >= stats.accepted_draft_tokens > 30
+    if "max_utilization" in options.values():
+        assert stats.preemptions
+
+
+def test_drafts_save_steps_and_the_metrics_say_so(model: Path, plain: Engine, no_price: None) -> None:
+    drafting = open_engine(model, max_draft_len=5)
+    request = Request((7, *WORDS), SamplingConfig(max_tokens=60, logit_bias=BIAS))
+    before = plain.stats().steps
+    [expected], [[event]] = run(plain, request), run(drafting, request)
+    assert event.token_ids == expected[0].token_ids
+    stats, metrics = drafting.stats(), event.metrics
+    assert metrics is not None
+    assert stats.steps + metrics.accepted_draft_tokens == plain.stats().steps - before
+    assert stats.steps < 40
+    assert (metrics.draft_tokens, metrics.accepted_draft_tokens) == (
+        stats.draft_tokens,
+        stats.accepted_draft_tokens,
+    )
+    assert 0 < stats.drafts <= stats.draft_tokens
+    [[without]] = run(drafting, replace(request, params=replace(request.params, use_drafts=False)))
+    assert without.token_ids == event.token_ids and drafting.stats().draft_tokens == stats.draft_tokens
+
+
+def test_a_draft_that_comes_with_a_request_is_the_only_one(model: Path, no_price: None) -> None:
+    drafting = open_engine(model, max_draft_len=5)
+    params = SamplingConfig(max_tokens=40, logit_bias=BIAS)
+    [event] = run(drafting, Request((7, *WORDS), params, draft=(40, 41)))[0]
+    assert drafting.stats().draft_tokens == 2
+    assert event.metrics is not None and event.metrics.draft_tokens == 2
+
+
+def test_only_a_sequences_own_tokens_are_drafted(
+    model: Path, adapters: list[LoraInput | None], monkeypatch: pytest.MonkeyPatch, no_price: None
+) -> None:
+    """Another tenant's prompt is never proposed, not even under the same adapter."""
+    seen: list[tuple[list[int], list[int]]] = []
+    find = NgramIndex.find
+
+    def watched(index: NgramIndex, tokens: list[int], count: int) -> list[int]:
+        seen.append((list(tokens), find(index, tokens, count)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(NgramIndex, "find", watched)
+    drafting = open_engine(model, max_draft_len=5, min_matching_ngram_size=1)
+    params = SamplingConfig(max_tokens=20, logit_bias=BIAS)
+    secret = Request((*WORDS, 200, *WORDS, 201, *WORDS, 202), params, adapters[1])
+    other = Request((7, *WORDS, 8), params, adapters[1])
+    run(drafting, secret, other, replace(other, prompt=(9, *WORDS)))
+    assert any(draft for _, draft in seen)
+    for tokens, draft in seen:
+        assert set(draft) <= set(tokens)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("t5", "encoder-decoder models"), ("qwen3-next", "recurrent")])
+def test_models_that_cannot_take_drafts_back_refuse_them(family: str, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"max_draft_len 5: drafts .* not supported on .*{kind}"):
+        open_engine(make_model(tmp_path / "model", family), max_draft_len=5, max_beam_width=1)
+
+
+def test_the_openai_server_drafts_with_adapters_and_counts(no_price: None) -> None:
+    body = {"prompt": "one two one two one two one", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    ids = {str(token): 100 for token in range(40, 44)}
+    found = []
+    for sections in ({}, {"speculative_config": NGramDecodingConfig(max_draft_len=5)}):
+        server = Running(lora_root=(DEMO / "adapters",), sections=sections)
+        try:
+            answers = [server.post(model=name, logit_bias=ids, **body).json() for name in ("demo", "chinese")]
+            found.append([answer["choices"][0]["text"] for answer in answers])
+            drafts = server.metric("vllm:spec_decode_num_draft_tokens_total")
+            accepted = server.metric('manylora_draft_tokens_total{state="accepted"}')
+        finally:
+            server.close()
+    assert found[0] == found[1]
+    assert drafts >= accepted > 0

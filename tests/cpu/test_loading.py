@@ -1,7 +1,8 @@
 """Protects an adapter's values on their way in: compiled or not they are the same, checked and in place, with
 the digest that others take. An adapter with a known layout is not judged again, and what is wrong with it is
 still told; one that comes back from unchanged files goes straight into its pages, and one whose file changed
-meanwhile is nobody's answer and nobody else's loss.
+meanwhile is nobody's answer and nobody else's loss. And copies on disk:
+what comes back is what went in, or nothing; within the bound.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ from tiny_models import make_adapter, make_model, reference_generate
 from manylora.adapters.cache import pool
 from manylora.adapters.cache.pool import AdapterPool
 from manylora.adapters.catalog import files
+from manylora.adapters.catalog.levels import DiskLevel
 from manylora.adapters.formats.peft_folder import read_peft_whole
 from manylora.adapters.formats.read_options import KnownLayouts, ReadOptions
 from manylora.adapters.geometry import CacheGeometry, Layout, Placement
 from manylora.adapters.modules import lora_modules
-from manylora.adapters.number_types import narrow_to_bfloat16, widen_bfloat16
-from manylora.adapters.tensors import Adapter, AdapterRow, FileAdapter
+from manylora.adapters.number_types import BFLOAT16, narrow_to_bfloat16, widen_bfloat16
+from manylora.adapters.tensors import Adapter, AdapterRow, FileAdapter, adapter_from_rows
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
 from manylora.kernels import loading, native
 from manylora.kernels.loading import FILE_ROW
-from manylora.kernels.row_format import RowFormat
+from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.model.checkpoint import read_model_config
-from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.request import LoraExtra, LoraInput, Request, SamplingConfig
 
 UNTOUCHED = 0xAB
 SCALES = (1.0, 0.3, -2.0)
@@ -409,3 +411,67 @@ def test_who_asked_for_a_file_that_changed_is_told_and_nobody_else(
     found = run(engine)
     assert found == {handle: (reference_generate(model, adapters[3], list(PROMPT), NEW), None)}
     engine.close()
+
+
+COPY_BYTES = 8 * 4000
+
+
+def stored_adapter(seed: int, kind: str = "float32") -> Adapter:
+    values = np.random.default_rng(seed).normal(size=4000).astype(np.float32)
+    payload = values.astype(np.float16).view(BFLOAT16) if kind == "bfloat16" else values
+    payload = (values > 0).view("V1") if kind == "float8" else payload
+    formats = [RowFormat(8), RowFormat(8, dora=True)]
+    if kind == "float8":
+        formats = [RowFormat(8, encoding=Encoding.FLOAT8, scale=scale) for scale in (0.3, 0.6)]
+    rows = [AdapterRow(1, layer, formats[layer], payload[layer:]) for layer in (0, 1)]
+    extras = [LoraExtra("embed.tokens", values[:20].reshape(10, 2), tuple(range(10)))]
+    return adapter_from_rows(rows, extras=extras)
+
+
+def path_of(folder: Path, one: Adapter) -> Path:
+    return folder / f"{one.digest}.safetensors"
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float8"])
+def test_a_copy_is_the_adapter(tmp_path: Path, kind: str) -> None:
+    one, disk = stored_adapter(0, kind), DiskLevel(10 * COPY_BYTES, tmp_path)
+    disk.put_soon(one)
+    disk.close()
+    found = DiskLevel(10 * COPY_BYTES, tmp_path).get(one.digest)
+    assert found is not None and found.digest == one.digest
+    for theirs, ours in zip(found.rows, one.rows, strict=True):
+        assert theirs.payload.dtype == ours.payload.dtype
+        assert theirs.payload.tobytes() == ours.payload.tobytes()
+        assert theirs.format == ours.format
+    np.testing.assert_array_equal(found.extras[0].values, one.extras[0].values)
+
+
+def test_what_was_used_longest_ago_goes_and_nobody_elses_files(tmp_path: Path) -> None:
+    most = 4 * COPY_BYTES
+    one, other = DiskLevel(most, tmp_path), DiskLevel(most, tmp_path)  # as of two processes
+    (tmp_path / "mine.safetensors").write_bytes(b"x" * most)
+    adapters = [stored_adapter(seed) for seed in range(8)]
+    for number, disk in enumerate((one, other, one)):
+        disk.put(adapters[number])
+        time.sleep(0.01)
+    assert other.get(adapters[0].digest) is not None
+    for late in adapters[3:]:
+        time.sleep(0.01)
+        one.put(late)
+        assert one.get(adapters[0].digest) is not None
+        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 2 * most
+    assert other.get(adapters[1].digest) is None and other.get(adapters[7].digest) is not None
+    assert (tmp_path / "mine.safetensors").exists()
+
+
+def test_what_is_damaged_or_of_another_content_counts_as_absent(tmp_path: Path) -> None:
+    disk, (one, two, three) = DiskLevel(99 * COPY_BYTES, tmp_path), map(stored_adapter, range(3))
+    for each in (one, two):
+        disk.put(each)
+    content = path_of(tmp_path, one).read_bytes()
+    path_of(tmp_path, three).write_bytes(content)
+    path_of(tmp_path, one).write_bytes(content[:-100] + b"!" + content[-99:])
+    os.truncate(path_of(tmp_path, two), 5000)
+    for bad in (one, two, three):
+        assert disk.get(bad.digest) is None
+        assert not path_of(tmp_path, bad).exists()

@@ -18,8 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["FakeDriver", "install", "why_not"]
-
 # A launch is recorded as four bytes of length, the configuration (48 bytes), the ids of its attributes and
 # the values of its parameters. A function's handle is the address of an array: the number of parameters, then
 # the size of each.
@@ -30,16 +28,14 @@ typedef struct { unsigned id; char pad[4]; char value[64]; } Attribute;
 typedef struct {
   unsigned grid[3], block[3], shared; void *stream; Attribute *attributes; unsigned count;
 } Config;
-static char *notes; static uint64_t room, used, calls;
+static char *notes; static uint64_t room, used;
 void fake_notes(char *where, uint64_t size) { notes = where; room = size; used = 0; }
 uint64_t fake_used(void) { return used; }
-uint64_t fake_calls(void) { return calls; }
 static void put(const void *from, uint64_t size) {
   if (used + size <= room) memcpy(notes + used, from, size);
   used += size;
 }
 int cuLaunchKernelEx(const Config *config, const int *sizes, void **values, void **extra) {
-  calls++;
   if (!room) return 0;
   uint64_t began = used;
   uint32_t length = 0;
@@ -63,30 +59,26 @@ OTHERS = (
 )
 SIZES = {"i1": 1, "u1": 1, "i32": 4, "u32": 4, "fp32": 4, "f32": 4, "i64": 8, "u64": 8}
 NOTED_BYTES = 2**24
+COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+"""The compiler that triton would use."""
 
 
 def why_not() -> str | None:
     """The reason why this machine cannot use the fake driver, or None if it can."""
-    if _compiler() is None:
+    if COMPILER is None:
         return "no C compiler was found"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         return "Python's headers were not found"
     return None
 
 
-def _compiler() -> str | None:
-    """The compiler that triton would use."""
-    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-
-
 def _build(folder: Path) -> Path:
-    compiler = _compiler()
-    assert compiler is not None, why_not()
+    assert COMPILER is not None, why_not()
     folder.mkdir(parents=True, exist_ok=True)
     stubs = "".join(f"int {name}(void) {{ return 0; }}\n" for name in OTHERS.split())
     (folder / "fake.c").write_text(SOURCE + stubs, encoding="utf-8")
     library = folder / "libcuda.so.1"
-    command = [compiler, "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(folder / "fake.c")]
+    command = [COMPILER, "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(folder / "fake.c")]
     subprocess.run([*command, "-o", str(library)], check=True)
     return library
 
@@ -96,16 +88,11 @@ class FakeDriver:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        self._library.fake_used.restype = self._library.fake_calls.restype = ctypes.c_uint64
+        self._library.fake_used.restype = ctypes.c_uint64
         self._library.fake_notes.argtypes = [ctypes.c_char_p, ctypes.c_uint64]
         self._buffer = ctypes.create_string_buffer(NOTED_BYTES)
         self.compiled: list[Any] = []
         self.device = 0
-
-    @property
-    def calls(self) -> int:
-        """The number of launches so far."""
-        return int(self._library.fake_calls())
 
     def noted(self, run: Callable[[], object]) -> list[bytes]:
         """What the driver receives for each launch in `run`: configuration, attributes, parameters."""

@@ -147,19 +147,6 @@ def test_a_mixed_batch_answers_as_peft(world: World, options: dict) -> None:
     assert stats.kv_tokens_reused > 0 or "enable_kv_cache_reuse" in options
 
 
-def test_a_conversation_goes_from_the_base_to_adapters_and_back(world: World) -> None:
-    """Each turn computes what is new, and what another model made after an invocation."""
-    engine, said, reused = open_engine(world), tuple(tokens(32, 4)), 0
-    turns = [(None, ()), (1, (7, 8, 9)), (None, (30, 31)), (2, (11, 12)), (1, (7, 8, 9)), (None, (5,))]
-    for number, (adapter, asked) in enumerate(turns):
-        prompt = (*said, *asked)
-        world.check(engine, (adapter, prompt))
-        now = engine.stats().kv_tokens_reused
-        # Of the base's turn before an adapter's, all but its last token is in the cache.
-        assert now - reused >= (len(prompt) - len(asked) - 1) // 4 * 4 or turns[number - 1][0] or not number
-        said, reused = (*prompt, *world.answer(adapter, prompt)), now
-
-
 def test_metrics_tell_what_was_shared_and_where_it_acted(world: World) -> None:
     engine, shared = open_engine(world), tuple(tokens(80, 8))
     world.check(engine, (None, shared))

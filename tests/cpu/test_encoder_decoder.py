@@ -16,10 +16,9 @@ import pytest
 import torch
 from parity import linear_names
 from running import answers, check_greedy
-from safetensors.torch import load_file, save_file
 from selection import extended
 from tiny_configs import ENCODER_DECODER_FAMILIES
-from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
+from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate
 
 from manylora.adapters.convert import convert_peft
 from manylora.adapters.formats.base_weights import BaseWeights
@@ -185,27 +184,6 @@ def test_stages_encode_preempted_sequences_again(t5: World) -> None:
     check_preempted(t5, pipeline_parallel_size=2)
 
 
-def test_logits_are_near_the_reference(world: World) -> None:
-    """Greedy tokens may hide a wrong norm; all logits do not."""
-    ids, decoder = texts(2, seed=11)
-    request = Request(
-        (world.start, *decoder),
-        SamplingConfig(1, return_context_logits=True),
-        world.inputs[1],
-        encoder_prompt=ids,
-    )
-    engine, logits = world.engine(), None
-    engine.submit(engine.prepare(request))
-    while engine.has_work:
-        for _, event in engine.step():
-            logits = event.context_logits if logits is None else logits
-    expected = reference_logits(
-        world.model, world.adapters[1], request.prompt, encoder_ids=request.encoder_prompt
-    )
-    assert logits is not None
-    assert (torch.from_numpy(logits) - expected).abs().max() < 1e-4 * expected.abs().max()
-
-
 def test_a_forced_token_follows_the_start(bart: World, tmp_path: Path) -> None:
     model = shutil.copytree(bart.model, tmp_path / "model")
     settings = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
@@ -226,20 +204,6 @@ def test_adapters_that_do_not_suit_are_refused(t5: World, bart: World, tmp_path:
     llama = make_model(tmp_path / "llama", "llama", seed=1)
     with pytest.raises(AdapterInvalidError, match="this model has no encoder"):
         read_adapter_folder(bart.adapters[1], None, lora_modules(read_model_config(llama)))
-
-    def changed(old: str, new: str) -> Path:
-        copy = shutil.copytree(bart.adapters[1], tmp_path / new)
-        held = load_file(copy / "adapter_model.safetensors")
-        renamed = {key.replace(old, new): value for key, value in held.items()}
-        save_file(renamed, copy / "adapter_model.safetensors")
-        return copy
-
-    for old, new, reason in (
-        ("encoder.layers.1", "encoder.layers.7", "the encoder of this model has 2 layers"),
-        (".fc1.", ".fc9.", "no such LoRA module is known"),
-    ):
-        with pytest.raises(AdapterInvalidError, match=reason):
-            read_adapter_folder(changed(old, new), None, bart.modules)
 
 
 def test_what_is_not_served_is_refused_by_name(t5: World, tmp_path: Path) -> None:

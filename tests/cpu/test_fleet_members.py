@@ -130,29 +130,6 @@ def run(
     asyncio.run(whole())
 
 
-def test_what_was_put_is_served_by_all_with_one_number(model: Path, root: Path, tmp_path: Path) -> None:
-    async def play(fleet: Fleet) -> None:
-        first, second = fleet.members
-        told = []
-        for member, adapter in ((first, "a0"), (second, "a1"), (first, "a1"), (second, "a0")):
-            changed = await fleet.send(member, "policy", root / adapter)
-            assert changed.answer.status_code == 200, changed.answer.body
-            answer = json.loads(changed.answer.body)
-            states = await fleet.look(changed)
-            assert {(one.version, one.digest, one.problem) for one in states.values()} == {
-                (answer["version"], answer["digest"], "")
-            }
-            told.append(answer["version"])
-            for one in (*fleet.members, await fleet.start()):
-                choice = (await complete(one, "policy"))["choices"][0]
-                assert choice["token_ids"] == reference_generate(model, root / adapter, PROMPT, 6)
-                [span] = choice["lora_versions"]
-                assert (span["version"], span["digest"]) == (answer["version"], answer["digest"])
-        assert told == [1, 2, 2, 3], "the same content again is the same version"
-
-    run(model, tmp_path / "shared", play)
-
-
 def test_a_server_that_was_not_told_looks_before_it_answers(model: Path, root: Path, tmp_path: Path) -> None:
     async def play(fleet: Fleet) -> None:
         first, second = fleet.members

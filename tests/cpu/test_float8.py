@@ -13,26 +13,21 @@ import numpy as np
 import pytest
 import torch
 from driver import agree
-from running import answers
+from running import read
 from safetensors.torch import load_file, save_file
 from test_moe import by_number
 from test_parity_adapters import mixed_logits, tokens
-from tiny_models import make_adapter, make_model, read_adapter_folder, reference_generate, reference_logits
+from tiny_models import make_adapter, make_model, read_adapter_folder, reference_logits
 
 from manylora.adapters.convert import convert_source
-from manylora.adapters.formats.base_weights import BaseWeights
-from manylora.adapters.formats.read_options import ReadOptions
-from manylora.adapters.formats.sources import find_source, read_lora
 from manylora.adapters.modules import lora_modules
 from manylora.adapters.number_types import FLOAT8, widen_bfloat16, widen_float8
 from manylora.adapters.report import inspect_adapter
 from manylora.adapters.rules import AdapterRules
 from manylora.adapters.tensors import Adapter
-from manylora.config.engine import EngineConfig, LoraCacheConfig
-from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError
 from manylora.model.checkpoint import read_model_config
-from manylora.request import LoraInput, Request, SamplingConfig
+from manylora.request import LoraInput
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 KINDS: dict[str, dict[str, Any]] = {
@@ -56,11 +51,6 @@ def narrow(adapter: Path, *, only: str = "", dtype: torch.dtype = torch.float8_e
         }
         save_file({key: value.contiguous() for key, value in stored.items()}, path / FILE)
     return small, wide
-
-
-def read(model: Path, adapter: Path, task_id: int = 0) -> LoraInput:
-    modules = lora_modules(read_model_config(model))
-    return read_lora(find_source(adapter), task_id, ReadOptions(modules=modules, base=BaseWeights(model)))
 
 
 def check(model: Path, lora: LoraInput) -> Adapter:
@@ -95,11 +85,11 @@ def test_every_kind_in_one_batch_with_wide_ones(model: Path, workshop: Path) -> 
         narrow(make_adapter(workshop / f"kind-{i}", model, i, **{"modules": ALL, **options}))
         for i, options in enumerate(KINDS.values())
     ]
-    inputs = [read(model, small, i) for i, (small, _) in enumerate(pairs)]
+    inputs = [read(small, model, i) for i, (small, _) in enumerate(pairs)]
     assert all(map(is_kept, inputs))
     assert {float(s) for lora in inputs for s in lora.scales} >= {2.0, 6.0}  # type: ignore[union-attr]
     plain = make_adapter(workshop / "plain", model, 9, 12, ALL)
-    inputs += [read(model, plain, 8), None]
+    inputs += [read(plain, model, 8), None]
     truths = [*(wide for _, wide in pairs), plain, None]
     for truth, found in zip(truths, mixed_logits(model, inputs), strict=True):  # type: ignore[arg-type]
         number = truths.index(truth)
@@ -110,7 +100,7 @@ def test_fused_modules(workshop: Path) -> None:
     phi = make_model(workshop / "phi3", "phi3", seed=4)
     fused = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     small, wide = narrow(make_adapter(workshop / "fused", phi, 2, 7, fused))
-    given = read(phi, small)
+    given = read(small, phi)
     assert is_kept(given)
     [found] = mixed_logits(phi, [given])
     assert agree(found, reference_logits(phi, wide, tokens(20, 0)))
@@ -125,48 +115,25 @@ def test_routed_experts(workshop: Path, options: dict[str, Any]) -> None:
         workshop / f"experts-{len(options)}", moe, 5, 4, ("q_proj",), target_parameters=experts, **options
     )
     small, wide = narrow(made)
-    given = read(moe, small)
+    given = read(small, moe)
     assert is_kept(given) == (not options)
     [found] = mixed_logits(moe, [given])
     assert agree(found, reference_logits(moe, wide, tokens(20, 0)))
     if not options:
         old = by_number(small, workshop / "by number", mixtral=True)
-        assert check(moe, read(moe, old)).digest == check(moe, given).digest
-
-
-def greedy(engine: Engine, loras: list[LoraInput | None], new: int = 12) -> list[list[int]]:
-    params = SamplingConfig(max_tokens=new)
-    return answers(engine, *(Request(tuple(tokens(9, i)), params, lora) for i, lora in enumerate(loras)))
-
-
-def test_greedy_tokens_in_one_engine_with_a_prefetch_directory(
-    model: Path, pair: tuple[Path, Path], workshop: Path
-) -> None:
-    small, wide = pair
-    shutil.copytree(small, workshop / "prefetch" / "1")
-    plain = make_adapter(workshop / "prefetch" / "2", model, 7, 4, ALL)
-    cache = LoraCacheConfig(gpu_memory_bytes=2**22, prefetch_dir=workshop / "prefetch")
-    engine = Engine(EngineConfig(model, device="cpu", max_seq_len=64, lora=cache))
-    assert engine.adapters.stats().host_adapters == 2
-    loras = [LoraInput(1), LoraInput(2), None, LoraInput(1), read(model, small, 5)]
-    for i, (found, truth) in enumerate(
-        zip(greedy(engine, loras), (wide, plain, None, wide, wide), strict=True)
-    ):
-        assert found == reference_generate(model, truth, tokens(9, i), 12), i
-    assert engine.adapters.stats().host_adapters == 2, "the same content has two digests"
-    engine.close()
+        assert check(moe, read(old, moe)).digest == check(moe, given).digest
 
 
 def test_llgtrts_file_in_8_bits(model: Path, pair: tuple[Path, Path], workshop: Path) -> None:
     small, _ = pair
-    given = read(model, small)
+    given = read(small, model)
     assert given.weights is not None and given.config is not None
     path = workshop / "llgtrt" / "one.safetensors"
     path.parent.mkdir()
     stored = torch.from_numpy(given.weights[0].view(np.uint8).copy()).view(torch.float8_e4m3fn)
     config = torch.from_numpy(given.config[0].copy())
     save_file({"weights": stored, "config": config}, path)
-    found = read(model, path)
+    found = read(path, model)
     assert is_kept(found) and found.scales is None
     assert check(model, found).digest != check(model, given).digest, "the scaling is not in its file"
     assert check(model, replace(found, scales=given.scales)).digest == check(model, given).digest
@@ -184,7 +151,7 @@ def test_dora_and_mixed_types_are_widened(model: Path, workshop: Path) -> None:
     dora = make_adapter(workshop / "dora", model, 3, 4, ALL, use_dora=True)
     half = make_adapter(workshop / "half", model, 4, 4, ALL)
     pairs = [narrow(dora, only="lora_A"), narrow(half, only="lora_B")]
-    inputs = [read(model, small, i) for i, (small, _) in enumerate(pairs)]
+    inputs = [read(small, model, i) for i, (small, _) in enumerate(pairs)]
     assert not any(map(is_kept, inputs))
     for i, found in enumerate(mixed_logits(model, inputs)):
         assert agree(found, reference_logits(model, pairs[i][1], tokens(20, i)))
@@ -199,8 +166,8 @@ def test_what_cannot_be_meant_is_refused(model: Path, pair: tuple[Path, Path], w
     made = make_adapter(workshop / "e5m2", model, 1, 4)
     other, _ = narrow(made, dtype=torch.float8_e5m2)
     with pytest.raises(AdapterInvalidError, match=r"lora_A\.weight must be .* \(F8_E4M3\), got F8_E5M2"):
-        read(model, other)
-    lora = read(model, pair[0])
+        read(other, model)
+    lora = read(pair[0], model)
     assert lora.weights is not None and lora.scales is not None
     broken = lora.weights.copy()
     broken.view(np.uint8)[0, 0, 0] = 0xFF
@@ -216,13 +183,13 @@ def test_what_cannot_be_meant_is_refused(model: Path, pair: tuple[Path, Path], w
     path = shutil.copytree(pair[0], workshop / "nan")
     save_file(tensors, path / FILE)
     with pytest.raises(AdapterInvalidError, match=r"lora_B\.weight holds a NaN"):
-        read(model, path)
+        read(path, model)
     settings = json.loads((pair[0] / "adapter_config.json").read_text(encoding="utf-8"))
     loud = shutil.copytree(pair[0], workshop / "loud")
     settings["lora_alpha"] = 1e40
     (loud / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
     with pytest.raises(AdapterInvalidError, match=r"its scaling .* is beyond float32's range"):
-        read(model, loud)
+        read(loud, model)
     pickled = shutil.copytree(pair[0], workshop / "pickled")
     torch.save(load_file(pickled / FILE), pickled / "adapter_model.bin")
     (pickled / FILE).unlink()
@@ -231,10 +198,10 @@ def test_what_cannot_be_meant_is_refused(model: Path, pair: tuple[Path, Path], w
     settings["lora_alpha"], settings["use_dora"] = 5, True
     (loud / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
     with pytest.raises(AdapterInvalidError, match="is missing its DoRA magnitude"):
-        read(model, loud)
+        read(loud, model)
     folder = workshop / "npy"
     folder.mkdir()
     np.save(folder / "model.lora_weights.npy", lora.weights)
     np.save(folder / "model.lora_config.npy", lora.config)  # type: ignore[arg-type]
     with pytest.raises(AdapterInvalidError, match="numbers of one byte, and nothing in it says which"):
-        read(model, folder)
+        read(folder, model)

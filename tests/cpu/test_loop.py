@@ -161,18 +161,6 @@ def test_errors_and_cancelling(loop: EngineLoop) -> None:
     assert after.wait().finish_reason is FinishReason.LENGTH
 
 
-def test_the_death_of_the_engine_reaches_every_client(loop: EngineLoop) -> None:
-    sinks = [Sink() for _ in range(5)]
-    for sink in sinks:
-        loop.submit(request(10**9), sink)
-    loop.submit(request(prompt=(13,)), Sink())
-    for sink in sinks:
-        assert isinstance(sink.wait().error, EngineDeadError)
-    with pytest.raises(EngineDeadError):
-        loop.submit(request(), Sink())
-    assert not loop.alive
-
-
 def test_draining_finishes_what_is_open_and_takes_nothing_new(engine: FakeEngine) -> None:
     loop = EngineLoop(engine)  # type: ignore[arg-type]
     sink, late = Sink(), Sink()

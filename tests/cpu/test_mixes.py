@@ -130,28 +130,6 @@ def test_mixes_equal_peft_together_and_alone(world: World) -> None:
     made.close()
 
 
-def test_32_mixes_in_one_step_have_the_bits_of_each_alone(world: World) -> None:
-    """Among single adapters and the base model."""
-    picks = random.Random(8)
-    mixed: list[Weights] = [
-        [(n, picks.choice((-0.5, 0.25, 1.0))) for n in picks.sample(range(1, 9), picks.randint(2, 5))]
-        for _ in range(32)
-    ]
-    weights = [*mixed, [(1, 1.0)], [(2, 1.0)], [(3, 0.5)], []]
-    made = engine(world, max_batch_size=40, max_num_tokens=64, enable_kv_cache_reuse=False)
-    requests = [
-        world.request(one, tokens(1 + n % 9, n), return_generation_logits=True)
-        for n, one in enumerate(weights)
-    ]
-    together = run(made, *requests)
-    assert made.stats().max_adapters_in_step >= 32
-    pairs = list(zip(requests, together, strict=True))
-    for request, company in [*pairs[::7], pairs[-2]]:
-        [alone] = run(made, request)
-        assert np.array_equal(logits_of(alone), logits_of(company))
-    made.close()
-
-
 def test_members_are_evicted_and_come_back(world: World) -> None:
     """Pages for the largest mix alone: everything else goes for it, and all of it or nothing is pinned."""
     asked = [MIXES[n] for n in (2, 1, 7, 2, 0, 4, 2)]

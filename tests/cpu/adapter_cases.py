@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 from driver import Driver, agree
-from running import read, tokens
+from running import open_decoder, read, tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import reference_logits
 
-from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
-from manylora.model.weights import load_decoder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -52,7 +50,7 @@ def check_batch(model: Path, adapters: Sequence[Path]) -> None:
     """The base and every adapter in one batch have the logits of PEFT; and what each adapter has beside
     low-rank matrices, or else these, counts for something."""
     config = read_model_config(model)
-    decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
+    decoder = open_decoder(model)
     loras = [read(path, model) for path in adapters]
     sequences = [tokens(40 + seed, seed) for seed in range(len(adapters) + 1)]
     texts = [tokens(15 + seed, 50 + seed) for seed in range(len(sequences))] if config.encoder else []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.sources import find_source, read_lora
 from manylora.adapters.modules import lora_modules
+from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.runner import Runner
@@ -27,6 +26,15 @@ from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.weights import load_decoder
 from manylora.request import Event, LoraInput, Request, SamplingConfig
+
+
+def open_decoder(
+    model: Path,
+    dtype: torch.dtype = torch.float32,
+    max_seq_len: int | None = None,
+    quant: QuantConfig | None = None,
+) -> Any:
+    return load_decoder(model, read_model_config(model), dtype, open_device("cpu"), max_seq_len, quant)
 
 
 def tokens(count: int, seed: int = 2) -> list[int]:
@@ -87,16 +95,6 @@ def check_greedy(
     assert len(answer) == count
     logits = reference_logits(model, adapter, [*prompt, *answer], encoder_ids=encoder_ids)
     assert logits[-1 - count : -1].argmax(-1).tolist() == list(answer), (adapter, len(prompt))
-
-
-def with_command(folder: Path) -> dict[str, str]:
-    """An environment in which `manylora` is this checkout's command."""
-    command = folder / "bin" / "manylora"
-    command.parent.mkdir()
-    code = "import sys; from manylora.cli import main; sys.exit(main())"
-    command.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n", encoding="utf-8")
-    command.chmod(0o755)
-    return {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}"}
 
 
 class ServedModel:
@@ -164,7 +162,7 @@ def check_bfloat16(model: Path, adapter: Path | None, encoder_ids: Sequence[int]
     """In bfloat16 logits are no farther from those of float32 than transformers'. Of each token, and then the
     median: where rounding gives one token another expert, that says nothing of the others."""
     ids, narrow = tokens(60), torch.bfloat16
-    decoder = load_decoder(model, read_model_config(model), narrow, open_device("cpu"), len(ids))
+    decoder = open_decoder(model, narrow, len(ids))
     texts = [list(encoder_ids)] if encoder_ids else []
     [found] = Driver(decoder, [ids], [read(adapter, model) if adapter else None], texts).run()
     truth = reference_logits(model, adapter, ids, encoder_ids=encoder_ids)

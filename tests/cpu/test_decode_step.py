@@ -12,7 +12,7 @@ import pytest
 import torch
 from driver import Driver
 from parity import make_kind, read_from
-from running import tokens
+from running import open_decoder, tokens
 from tiny_models import make_model
 from torch import Tensor
 
@@ -26,10 +26,8 @@ from manylora.kernels.panels import Panels, WeightRows, look_up
 from manylora.kernels.quantised import FLOAT4, QuantisedWeight, StackedWeight
 from manylora.kernels.spec import AttentionBatch
 from manylora.model.batch import ForwardBatch
-from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
 from manylora.model.quant import quantise
-from manylora.model.weights import load_decoder
 
 pack, pack_table = CompiledOps.pack, CompiledOps.pack_table
 KINDS = (None, "patterns", "rank 64", "DoRA + rsLoRA + patterns", "some layers", None, "patterns")
@@ -40,7 +38,7 @@ QUANTISED = (("llama-biases", "W8A8"), ("qwen3", "W4A8"), ("gemma3", "W8A16"), (
 
 def load(model: Path, quant: str | None = None) -> Decoder:
     config = QuantConfig(quant) if quant else None
-    return load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"), quant=config)
+    return open_decoder(model, quant=config)
 
 
 def pack_quantised(

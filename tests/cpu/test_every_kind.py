@@ -8,11 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from driver import Driver, agree
 from parity import KINDS, linear_names
 from parity import make_kind as make_parity_kind
-from running import check_greedy, let_arrive, tokens
+from running import check_greedy, let_arrive, open_decoder, tokens
 from selection import extended
 from test_adapter_kinds import CASES
 from test_bitsandbytes import quantised
@@ -33,10 +32,8 @@ from manylora.adapters.modules import lora_modules
 from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
-from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import EffectiveWeights
-from manylora.model.weights import load_decoder
 from manylora.request import LoraInput, Request, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -156,7 +153,7 @@ def check_quantised(model: Path, wide: Path, adapters: dict[str, Path], quant: Q
         lora_modules(config), BaseWeights(model, EffectiveWeights(config, quant)), num_layers=2
     )
     kinds = {kind: path for kind, path in adapters.items() if not kind.startswith(("virtual", "activated"))}
-    decoder = load_decoder(model, config, torch.float32, open_device("cpu"), 64, quant)
+    decoder = open_decoder(model, max_seq_len=64, quant=quant)
     for first in range(0, len(kinds), IN_ONE_BATCH):
         part = list(kinds.items())[first : first + IN_ONE_BATCH]
         sequences = [tokens(24, seed) for seed in range(len(part))]

@@ -17,7 +17,7 @@ from adapter_cases import WEIGHTS, edited
 from driver import Driver, agree
 from levels import PARAMS, open_library
 from parity import read_from
-from running import read, tokens
+from running import open_decoder, read, tokens
 from safetensors.torch import load_file, save_file
 from test_family_engines import Served
 from test_parity_adapters import mixed_logits
@@ -35,12 +35,10 @@ from manylora.config.engine import LoraCacheConfig
 from manylora.doors.cli.build import main as build
 from manylora.doors.python.options import modules_to_read
 from manylora.errors import AdapterInvalidError, ConfigError
-from manylora.kernels.device import open_device
 from manylora.kernels.panels import PanelsLinear, to_panels
 from manylora.kernels.products import FORMS
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
-from manylora.model.weights import load_decoder
 from manylora.request import LoraInput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def logits_of(model: Path, ids: list[list[int]], adapters: list[LoraInput | None]) -> list[torch.Tensor]:
-    decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+    decoder = open_decoder(model)
     return Driver(decoder, ids, adapters).run()
 
 
@@ -228,8 +226,8 @@ def test_mxfp4_experts_answer_as_their_values_do(
     found = mixed_logits(packed, [None, read(adapter, packed, 1)])
     for seed, (logits, lora) in enumerate(zip(found, (None, adapter), strict=True)):
         assert agree(logits, reference_logits(plain, lora, tokens(20, seed)))
-    decoder = load_decoder(packed, read_model_config(packed), torch.float32, open_device("cpu"))
-    wide = load_decoder(plain, read_model_config(plain), torch.float32, open_device("cpu"))
+    decoder = open_decoder(packed)
+    wide = open_decoder(plain)
     assert decoder.has_quantised_experts and decoder.weight_bytes < wide.weight_bytes
     assert build(["--model_dir", str(packed), "--output_dir", str(tmp_path / "built")]) != 0
 
@@ -289,7 +287,7 @@ def test_the_text_tower_of_a_model_that_sees_and_hears(served: Served, tmp_path:
     config, ids = read_model_config(model), tokens(30)
     adapter = tmp_path / "adapter"
     path = adapter / WEIGHTS
-    decoder = load_decoder(model, config, torch.float32, open_device("cpu"))
+    decoder = open_decoder(model)
     for given in (served.adapters[2], served.adapters[1]):  # the first has magnitudes, relative to the base
         assert given is not None
         shutil.copytree(given, adapter, dirs_exist_ok=True)
@@ -383,7 +381,7 @@ def test_norms_of_olmo2_are_exact_in_bfloat16(tmp_path: Path) -> None:
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
     model = make_model(tmp_path / "model", "olmo2", seed=5)
-    decoder = load_decoder(model, read_model_config(model), torch.bfloat16, open_device("cpu"), 24)
+    decoder = open_decoder(model, torch.bfloat16, max_seq_len=24)
     ours, theirs = decoder._final_norm, Olmo2RMSNorm(decoder.config.hidden_size, decoder.config.norm_eps)
     ours.weight.copy_(torch.randn(len(ours.weight)).bfloat16())
     theirs.weight.data = ours.weight.bfloat16()

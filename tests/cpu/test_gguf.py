@@ -1,35 +1,41 @@
 """Protects GGUF files as base models: values bit for bit those of gguf-py, answers and text those of the same
-model's directory, and what a stranger's file may say."""
+model's directory, tokenizers that cut and merge as the model's own, and what a stranger's file may say."""
 
 from __future__ import annotations
 
+import json
 import struct
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from driver import Driver, agree
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import make_gguf
+from gguf_files import make_gguf, with_tokenizer
 from parity import read_from
-from running import check_greedy, tokens
+from running import check_greedy, open_decoder, tokens
 from selection import extended
 from tiny_models import make_adapter, make_model, reference_logits
 
 from manylora import LLM, KvCacheConfig, LoraConfig, LoRARequest, SamplingParams
 from manylora.checkpoints.gguf.blocks import PLAIN, read_blocks, widen
 from manylora.checkpoints.gguf.container import READ, block_sizes
+from manylora.checkpoints.gguf.tokenizer import PATTERNS
 from manylora.cli import main
 from manylora.config.model_folder import local_model
 from manylora.errors import ConfigError
+from manylora.generation.tokenizer import Tokenizer
 from manylora.kernels import native
 from manylora.kernels.device import open_device
 from manylora.kernels.panels import BLOCKS, Panels, look_up
-from manylora.model.checkpoint import read_model_config
 from manylora.model.decoder import Decoder
-from manylora.model.weights import load_decoder
 
 TARGETS = ("attn_q", "attn_k", "attn_dense", "mlp_4h_to_h")
 WIDE = {"hidden_size": 256, "intermediate_size": 256}  # whole blocks of the K types
@@ -47,7 +53,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def decoder_of(model: Path) -> Decoder:
     folder = local_model(model)
-    return load_decoder(folder, read_model_config(folder), torch.float32, open_device("cpu"), 64)
+    return open_decoder(folder, max_seq_len=64)
 
 
 def logits_of(model: Path, *sequences: list[int]) -> list[torch.Tensor]:
@@ -236,3 +242,174 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
         writer.close()
         with pytest.raises(ConfigError, match=said):
             local_model(path)
+
+
+TEXTS = (
+    "Hello, world! It's 12345 o'clock; we'LL see.", "  two  spaces\n\n\tand a tab ",
+    "naïve café – ÀÉ 東京 🙂🙂",
+    "", " ", "a</s>b<s> c", "def f(x):\n    return x**2  # ok\r\n",
+)  # fmt: skip
+
+
+def train(path: Path, pre: str) -> Path:
+    """A byte-level tokenizer with merges, cut as the models cut that have this `pre`."""
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Library
+
+    library, level = Library(models.BPE()), pre_tokenizers.ByteLevel
+    if pre == "qwen2":
+        library.normalizer = normalizers.NFC()
+        pattern = (
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+            r"\s*[\r\n]+|\s+(?!\S)|\s+"
+        )
+        parts = [pre_tokenizers.Split(Regex(pattern), "isolated"), level(False, use_regex=False)]
+    else:
+        parts = [level(add_prefix_space=False)]
+    library.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=level.alphabet(), show_progress=False)
+    library.train_from_iterator([text * 3 for text in TEXTS], trainer)
+    library.add_special_tokens(["<s>", "</s>", "<pad>"])
+    path.mkdir()
+    library.save(str(path / "tokenizer.json"))
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "chat_template": "{{ messages }}",
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "qwen2"])
+def test_byte_level_text_is_cut_as_by_the_model_s_own_tokenizer(pre: str, tmp_path: Path) -> None:
+    own = train(tmp_path / "own", pre)
+    ours = Tokenizer(with_tokenizer(tmp_path / "a.gguf", own, pre=pre))
+    wanted = Tokenizer(own)
+    for text in TEXTS:
+        ids = wanted.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == wanted.decode(ids)
+    assert (ours.eos_id, ours.pad_id) == (wanted.eos_id, wanted.pad_id)
+    assert ours.chat([{"role": "user"}]) == wanted.chat([{"role": "user"}])
+
+
+CUTS = (
+    ("gpt-2", "it's 1234  x", ["it", "'s", " 1234", " ", " x"]),
+    ("exaone4", "it'S", ["it", "'", "S"]),
+    ("llama-bpe", "it'S 1234", ["it", "'S", " ", "123", "4"]),
+    ("glm4", "12345", ["123", "45"]),
+    ("qwen2", "a 123", ["a", " ", "1", "2", "3"]),
+    ("qwen2", "\u0915\u093f", ["\u0915", "\u093f"]),
+    ("qwen35", "\u0915\u093f", ["\u0915\u093f"]),
+    ("smollm", "a 12", ["a", " ", "1", "2"]),
+    ("tekken", "HelloWorld 12", ["Hello", "World", " ", "1", "2"]),
+    ("llama4", "HelloWORLD's 1234", ["Hello", "WORLD's", " ", "123", "4"]),
+    ("deepseek-v3", "x=1234 東京abc", ["x", "=", "123", "4", " ", "東京", "abc"]),
+    ("deepseek-coder", "12 ab\n", ["1", "2", " ab", "\n"]),
+    ("deepseek-llm", "12 ab東京", ["12", " ab", "東京"]),
+    ("falcon", "a, 1234", ["a", ",", " ", "123", "4"]),
+    ("viking", "a12", ["a", "1", "2"]),
+    ("kimi-k2", "東京abc 1234", ["東京", "abc", " ", "123", "4"]),
+    ("minicpm5", "12345", ["123", "45"]),
+    ("tiny_aya", "1234567", ["1", "234", "567"]),
+    ("superbpe", "a 1234567 b", ["a ", "1", "234", "567", " b"]),
+    ("granite-embed-multi-97m", "HelloWORLD's", ["Hello", "WORLD's"]),
+    ("default", "a, 1234", ["a", ",", " ", "123", "4"]),
+)
+
+
+def test_each_pre_tokenizer_cuts_text_and_loses_nothing(tmp_path: Path) -> None:
+    own = train(tmp_path / "own", "gpt-2")
+    made = {
+        pre: with_tokenizer(tmp_path / f"{number}.gguf", own, pre=pre) for number, pre in enumerate(PATTERNS)
+    }
+    for pre, text, wanted in CUTS:
+        library = tokenizers.Tokenizer.from_file(str(made[pre] / "tokenizer.json"))
+        found = [text[start:stop] for _, (start, stop) in library.pre_tokenizer.pre_tokenize_str(text)]
+        assert found == wanted, pre
+    for pre, folder in made.items():
+        tokenizer = Tokenizer(folder)
+        for text in TEXTS[:3]:
+            assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text, pre
+
+
+def test_the_client_reads_a_file_as_a_folder(tmp_path: Path) -> None:
+    """It prints the ids before it connects, and there is no server."""
+    own = train(tmp_path / "own", "gpt-2")
+    with_tokenizer(tmp_path / "a.gguf", own)
+    client = Path(__file__).parents[2] / "client/inflight_batcher_llm_client.py"
+    outputs = [
+        subprocess.run(
+            [sys.executable, client, "-u", "127.0.0.1:1", "--text", TEXTS[0], "--tokenizer-dir", given],
+            capture_output=True, text=True, timeout=60, check=False,
+        ).stdout
+        for given in (own, tmp_path / "a.gguf", tmp_path / "none.gguf")
+    ]  # fmt: skip
+    known = outputs[0].partition("Encountered error")[0]
+    assert f"Input sequence:  {Tokenizer(own).encode(TEXTS[0])}" in known and "end_id:  " in known
+    assert outputs[1].partition("Encountered error")[0] == known
+    assert "--tokenizer-dir" in outputs[2] and "none.gguf" in outputs[2]
+
+
+def test_an_unknown_pre_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+    own = train(tmp_path / "own", "gpt-2")
+    with pytest.raises(ConfigError, match=r"tokenizer.ggml.pre elvish is not read; read are llama-bpe, .*"):
+        with_tokenizer(tmp_path / "a.gguf", own, pre="elvish")
+
+
+PIECES = ["▁", "h", "e", "l", "o", "w", "he", "ll", "▁he", "llo", "hello", "▁hello", "▁w"]
+
+
+def with_pieces(path: Path, special: Sequence[str], bos: int, eos: int, unk: int, finish: Any) -> Tokenizer:
+    """Of bytes, which stand for what is unknown, and PIECES. finish: adds what is special to the file."""
+
+    def write(writer: gguf.GGUFWriter) -> None:
+        kinds, count = gguf.TokenType, len(special)
+        types = [kinds.UNKNOWN if number == unk else kinds.CONTROL for number in range(count)]
+        writer.add_token_list([*special, *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES])
+        writer.add_token_types([*types, *[kinds.BYTE] * 256, *[kinds.NORMAL] * len(PIECES)])
+        for name, number in (("bos", bos), ("eos", eos), ("unk", unk)):
+            getattr(writer, f"add_{name}_token_id")(number)
+        finish(writer)
+
+    return Tokenizer(with_tokenizer(path, path.parent, write))
+
+
+def test_sentence_pieces_are_merged_by_their_scores(tmp_path: Path) -> None:
+    """Ids as of Llama 2: a space in front, the best pair first, bytes for what is unknown."""
+
+    def finish(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([0.0] * 259 + [-100.0] * 6 + [-1.0, -2.0, -3.0, -4.0, -99.0, -5.0, -6.0])
+
+    ours = with_pieces(tmp_path / "a.gguf", ("<unk>", "<s>", "</s>"), 1, 2, 0, finish)
+
+    def numbers(*found: str) -> list[int]:
+        return [259 + PIECES.index(one) for one in found]
+
+    assert ours.encode("hello who") == [1, *numbers("▁hello", "▁w", "h", "o")]
+    assert ours.encode("é</s>") == [1, *numbers("▁"), 3 + 0xC3, 3 + 0xA9, 2]
+    for text in ("hello who", "é", "🙂 low"):
+        assert ours.decode(ours.encode(text)) == text
+
+
+@pytest.mark.parametrize(("model", "pre"), [("gemma4", "default"), ("gpt2", "sarvam-moe")])
+def test_merges_of_a_tokenizer_with_spaces_as_marks_are_those_of_the_file(
+    model: str, pre: str, tmp_path: Path
+) -> None:
+    """As of Gemma 4: no space in front."""
+
+    def finish(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model(model)
+        writer.add_tokenizer_pre(pre)
+        writer.add_add_bos_token(True)
+        writer.add_token_merges(["h e", "l l", "ll o", "he llo", "▁ hello"])
+        writer.add_add_space_prefix(False)
+
+    ours = with_pieces(tmp_path / "a.gguf", ("<pad>", "<eos>", "<bos>", "<unk>"), 2, 1, 3, finish)
+    assert ours.encode("hello hello") == [2, *(260 + PIECES.index(one) for one in ("hello", "▁hello"))]
+    for text in ("hello  he", "é", "\n\n"):
+        assert ours.decode(ours.encode(text)) == text

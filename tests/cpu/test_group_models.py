@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from pooled_adapters import make_classifier
-from running import pooled, read, run, tokens
+from running import answers, pooled, read, run, tokens, tokens_of
 from selection import extended
 from test_encoders import BERT_LINEARS, LINEARS, make_encoder, prompt
 from tiny_models import make_adapter, make_model
 
 from manylora.config.engine import EngineConfig
 from manylora.engine.engine import Engine
-from manylora.request import Event, LoraInput, Pooling, Request, SamplingConfig
+from manylora.request import LoraInput, Pooling, Request, SamplingConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread", "forked_ranks")
 
@@ -63,12 +63,6 @@ def engine_of(model: Path, **settings: Any) -> Engine:
     return Engine(EngineConfig(model, device="cpu", dtype="float32", **limits, **settings))
 
 
-def told(events: list[list[Event]]) -> list[list[int]]:
-    for one in events:
-        assert one[-1].error is None
-    return [[token for event in one for token in event.token_ids] for one in events]
-
-
 @pytest.mark.parametrize("name", [*FIRST, *extended(*(name for name in CASES if name not in FIRST))])
 def test_answers_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     family, settings, modules, ranks = CASES[name]
@@ -87,10 +81,10 @@ def test_answers_are_those_of_one_process(name: str, tmp_path: Path) -> None:
         for i, lora in enumerate(loras * 2)
     ]
     plain = engine_of(model)
-    expected = [told(run(plain, *requests)) for _ in range(2)]
+    expected = [answers(plain, *requests) for _ in range(2)]
     engine = engine_of(model, **ranks)
     try:
-        assert [told(run(engine, *requests)) for _ in range(2)] == expected
+        assert [answers(engine, *requests) for _ in range(2)] == expected
         assert engine.stats().max_adapters_in_step > 1
         assert encodes or engine.stats().kv_tokens_reused
     finally:
@@ -153,6 +147,6 @@ def test_hidden_states_of_a_decoder_come_from_its_last_stage(tmp_path: Path) -> 
         check_pooled_by(engine, model, asked)
         # Beside prompts that are answered with tokens.
         events = run(engine, both[0], *asked, both[1])
-        assert told([events[0], events[-1]]) == told(run(engine_of(model), *both))
+        assert [tokens_of(events[0]), tokens_of(events[-1])] == answers(engine_of(model), *both)
     finally:
         engine.close()

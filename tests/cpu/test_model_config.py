@@ -10,46 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from running import open_decoder
 from safetensors.torch import load_file, save_file
 from tiny_configs import COMMON, ENCODER_DECODER_FAMILIES, FAMILIES, MOE_FAMILIES
 from tiny_models import make_model
 
 from manylora.config.model import ModelConfig
 from manylora.errors import ConfigError
-from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
 from manylora.model.families import FAMILIES as ARCHITECTURES
 from manylora.model.families import gemma
-from manylora.model.weights import load_decoder
 
 VARIANTS = {**FAMILIES, **MOE_FAMILIES, **ENCODER_DECODER_FAMILIES}
-# Keys that the classes of transformers take beside their fields, with the values they have then.
 MULTIMODAL = "Gemma3ForConditionalGeneration"
 WITHOUT_CLASS = {"InternLM2ForCausalLM"}
-BESIDE_CAUSAL = {
-    "BertModel": "bert",
-    "RobertaModel": "roberta",
-    "XLMRobertaModel": "xlm-roberta",
-    "CamembertModel": "camembert",
-    "MPNetModel": "mpnet",
-    "ElectraModel": "electra",
-    "DistilBertModel": "distilbert",
-    "NomicBertModel": "nomic_bert",
-    "ModernBertModel": "modernbert",
-    "Gemma3TextModel": "gemma3_text",
-    MULTIMODAL: "gemma3",
-    "Mistral3ForConditionalGeneration": "mistral3",
-    "InternLM3ForCausalLM": "internlm3",
-    "Llama4ForConditionalGeneration": "llama4",
-    "LlavaForConditionalGeneration": "llava",
-    "LlavaNextForConditionalGeneration": "llava_next",
-    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
-    "Qwen2VLForConditionalGeneration": "qwen2_vl",
-    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
-    "Qwen3VLForConditionalGeneration": "qwen3_vl",
-    "Qwen3_5ForConditionalGeneration": "qwen3_5",
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
-}
 
 
 @lru_cache
@@ -58,9 +32,12 @@ def classes() -> dict[str, Any]:
     from transformers import AutoConfig
     from transformers.models.auto import modeling_auto as auto
 
-    tables = (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    tables = (
+        auto.MODEL_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    )  # fmt: skip
     kinds = {one: kind for table in tables for kind, one in table.items() if one in ARCHITECTURES}
-    kinds |= BESIDE_CAUSAL
+    kinds["InternLM3ForCausalLM"] = "internlm3"
     return {architecture: type(AutoConfig.for_model(kind)) for architecture, kind in kinds.items()}
 
 
@@ -231,7 +208,7 @@ def test_a_head_that_differs_is_used_and_one_that_is_missing_is_named(tmp_path: 
 
     def head(**settings: Any) -> torch.Tensor:
         path.write_text(json.dumps({**raw, **settings}), encoding="utf-8")
-        decoder = load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+        decoder = open_decoder(model)
         assert decoder.config.tie_word_embeddings == torch.equal(
             weights["lm_head.weight"], weights["model.embed_tokens.weight"]
         )
@@ -246,4 +223,4 @@ def test_a_head_that_differs_is_used_and_one_that_is_missing_is_named(tmp_path: 
     del raw["tie_word_embeddings"]
     path.write_text(json.dumps(raw), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"lacks lm_head.weight .*must have tie_word_embeddings true"):
-        load_decoder(model, read_model_config(model), torch.float32, open_device("cpu"))
+        open_decoder(model)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-HIDDEN, LAYERS = 64, 2
+HIDDEN = 64
 PREFIX = "base_model.model.model.layers"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 NEMO_KEY = "model.encoder.layers.{}.self_attention.adapter_layer.lora_kqv_adapter.linear_{}.weight"
@@ -125,52 +125,43 @@ def large_claims(rng: random.Random, folder: Path) -> None:
 def odd_header(rng: random.Random, folder: Path) -> None:
     settings(folder)
     entries, size = entries_of({**pair(2), **pair(2, 1)})
-    one = rng.choice(list(entries))
-    kind = rng.randrange(14)
-    target = folder / WEIGHTS
-    values = np.ones(size // 4, np.float32).tobytes()
-    if kind == 0:
-        put(rng, entries[one]["shape"], rng.randrange(2))
-    elif kind == 1:
-        put(rng, entries[one]["data_offsets"], rng.randrange(2))
-    elif kind == 2:
-        put(rng, entries[one], rng.choice(["shape", "data_offsets", "dtype"]))
-    elif kind == 3:
-        entries[one]["shape"] = rng.choice(
-            [[], [0], [2] * 3000, [0, HIDDEN], [2**32, 2**32, 2**32], [-2, -64]]
-        )
-    elif kind == 4:
-        entries[one]["data_offsets"] = entries[rng.choice([key for key in entries if key != one])][
-            "data_offsets"
-        ]
-    elif kind == 5:
-        del entries[one][rng.choice(["shape", "data_offsets", "dtype"])]
-    elif kind == 6:
-        values = values[: rng.randrange(len(values))]
-    elif kind == 7:
-        values += bytes(rng.randrange(1, 99))
-    elif kind == 8:
-        raw = json.dumps(entries)
-        twice = "{" + ",".join([raw[1:-1]] * 2) + "}"
-        header(target, rng.choice([*TEXTS, raw.encode() + b"x", twice.encode()]), values=values)
+    one, part = rng.choice(list(entries)), rng.choice(["shape", "data_offsets", "dtype"])
+    entry, left = entries[one], {key: value for key, value in entries.items() if key != one}
+    numbers, bad = np.ones(size // 4, np.float32), np.ones(size // 4, np.float32)
+    bad[rng.randrange(bad.size)] = rng.choice([np.nan, np.inf, -np.inf])
+    values, raw = numbers.tobytes(), json.dumps(entries)
+    twice = "{" + ",".join([raw[1:-1]] * 2) + "}"
+
+    def but(**fields: Any) -> dict[str, Any]:
+        return {**left, one: {**entry, **fields}}
+
+    def changed(name: str) -> dict[str, Any]:
+        where = list(entry[name])
+        put(rng, where, rng.randrange(2))
+        return but(**{name: where})
+
+    files: list[tuple[dict[str, Any] | bytes, bytes]] = [
+        (changed("shape"), values),
+        (changed("data_offsets"), values),
+        (but(**{part: rng.choice(NUMBERS)}), values),
+        (but(shape=rng.choice([[], [0], [2] * 3000, [0, HIDDEN], [2**32] * 3, [-2, -64]])), values),
+        (but(data_offsets=rng.choice(list(left.values()))["data_offsets"]), values),
+        (but(dtype=rng.choice(["I64", "BOOL", "F8_E5M2", "F4", "X", "C64", 3, None])), values),
+        ({**left, one: {key: value for key, value in entry.items() if key != part}}, values),
+        ({**left, rng.choice(NAMES): entry}, values),
+        ({**left, "__metadata__": rng.choice([{"x": "y" * 10**6}, 3, [[]] * 10**5, {"\n": "\n"}])}, values),
+        (rng.choice([*TEXTS, raw.encode() + b"x", twice.encode()]), values),
+        (entries, values[: rng.randrange(len(values))]),
+        (entries, values + bytes(rng.randrange(1, 99))),
+        (entries, bad.tobytes()),
+    ]
+    target, number_of = folder / WEIGHTS, rng.randrange(len(files) + 1)
+    if number_of < len(files):
+        header(target, files[number_of][0], values=files[number_of][1])
         return
-    elif kind == 9:
-        target.write_bytes(rng.choice(HUGE[:8]).to_bytes(8, "little") + b"{}" + values)
-        if rng.random() < 0.5:
-            os.truncate(target, 2**40)
-        return
-    elif kind == 10:
-        entries[rng.choice(NAMES)] = entries.pop(one)
-    elif kind == 11:
-        entries["__metadata__"] = rng.choice([{"x": "y" * 10**6}, 3, [[]] * 10**5, {"\n": "\n"}])
-        del entries[one]
-    elif kind == 12:
-        entries[one]["dtype"] = rng.choice(["I64", "BOOL", "F8_E5M2", "F4", "X", "C64", 3, None])
-    else:
-        bad = np.ones(size // 4, np.float32)
-        bad[rng.randrange(bad.size)] = rng.choice([np.nan, np.inf, -np.inf])
-        values = bad.tobytes()
-    header(target, entries, values=values)
+    target.write_bytes(rng.choice(HUGE[:8]).to_bytes(8, "little") + b"{}" + values)
+    if rng.random() < 0.5:
+        os.truncate(target, 2**40)
 
 
 def odd_settings(rng: random.Random, folder: Path) -> None:
@@ -339,27 +330,23 @@ def no_file(rng: random.Random, folder: Path) -> None:
     good(folder)
     target = folder / rng.choice([WEIGHTS, CONFIG])
     target.unlink()
-    kind = rng.randrange(9)
-    if kind == 0:
-        os.mkfifo(target)
-    elif kind == 1:
+
+    def make_socket() -> None:
         with socket.socket(socket.AF_UNIX) as listener, tempfile.TemporaryDirectory() as short:
             listener.bind(f"{short}/x")  # a socket's path may have some hundred characters only
             shutil.move(f"{short}/x", target)
-    elif kind == 2:
-        target.symlink_to(rng.choice(["/dev/zero", "/dev/null", "/dev/tty", "/dev/random"]))
-    elif kind == 3:
-        target.mkdir()
-    elif kind == 4:
-        target.symlink_to(target.name)
-    elif kind == 5:
-        target.symlink_to(folder / "gone")
-    elif kind == 6:
-        target.symlink_to(rng.choice(["/etc/passwd", "/proc/self/mem", "/proc/self/environ", "/etc"]))
-    elif kind == 7:
-        target.write_bytes(b"")
+
+    links = [
+        *("/dev/zero", "/dev/null", "/dev/tty", "/dev/random"), target.name, str(folder / "gone"),
+        *("/etc/passwd", "/proc/self/mem", "/proc/self/environ", "/etc"), "x" * 4000, "../" * 100,
+    ]  # fmt: skip
+    others: list[Callable[[], object]] = [
+        lambda: os.mkfifo(target), make_socket, target.mkdir, lambda: target.write_bytes(b""),
+    ]  # fmt: skip
+    if rng.random() < 0.5:
+        target.symlink_to(rng.choice(links))
     else:
-        target.symlink_to("x" * 4000 if rng.random() < 0.5 else "../" * 100)
+        rng.choice(others)()
 
 
 KINDS: list[Callable[[random.Random, Path], None]] = [

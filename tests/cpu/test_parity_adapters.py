@@ -1,5 +1,5 @@
 """Protects LoRA and DoRA in one engine, from every source: greedy tokens equal PEFT's; pages of another type
-than the model's; and DoRA that cannot be normalised. Of every kind: test_every_kind.py."""
+than the model's; and DoRA that cannot be normalised. Of every kind: test_family_engines.py."""
 
 from __future__ import annotations
 

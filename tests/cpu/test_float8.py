@@ -3,7 +3,6 @@ cache, at half or a quarter of the room; their answers are those of the same num
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapter_cases import edited
 from driver import agree
 from running import read
 from safetensors.torch import load_file, save_file
@@ -180,25 +180,18 @@ def test_what_cannot_be_meant_is_refused(model: Path, pair: tuple[Path, Path], w
     tensors = load_file(pair[0] / FILE)
     key = next(key for key in tensors if "lora_B" in key)
     tensors[key].view(torch.uint8)[0, 0] = 0x7F
-    path = shutil.copytree(pair[0], workshop / "nan")
-    save_file(tensors, path / FILE)
-    with pytest.raises(AdapterInvalidError, match=r"lora_B\.weight holds a NaN"):
-        read(path, model)
-    settings = json.loads((pair[0] / "adapter_config.json").read_text(encoding="utf-8"))
-    loud = shutil.copytree(pair[0], workshop / "loud")
-    settings["lora_alpha"] = 1e40
-    (loud / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    with pytest.raises(AdapterInvalidError, match=r"its scaling .* is beyond float32's range"):
-        read(loud, model)
+    for name, changed, settings, reason in (
+        ("nan", {key: tensors[key]}, {}, r"lora_B\.weight holds a NaN"),
+        ("loud", {}, {"lora_alpha": 1e40}, r"its scaling .* is beyond float32's range"),
+        ("no magnitude", {}, {"use_dora": True}, "is missing its DoRA magnitude"),
+    ):
+        with pytest.raises(AdapterInvalidError, match=reason):
+            read(edited(pair[0], workshop / name, changed, **settings), model)
     pickled = shutil.copytree(pair[0], workshop / "pickled")
     torch.save(load_file(pickled / FILE), pickled / "adapter_model.bin")
     (pickled / FILE).unlink()
     problem = inspect_adapter(pickled, allow_bin=True).problem
     assert problem is not None and "8-bit floats or another type that is read from safetensors" in problem
-    settings["lora_alpha"], settings["use_dora"] = 5, True
-    (loud / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    with pytest.raises(AdapterInvalidError, match="is missing its DoRA magnitude"):
-        read(loud, model)
     folder = workshop / "npy"
     folder.mkdir()
     np.save(folder / "model.lora_weights.npy", lora.weights)

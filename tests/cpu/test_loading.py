@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from adapter_cases import edited
 from blake3 import blake3
 from levels import PARAMS, open_library
 from safetensors.torch import load_file, save_file
@@ -264,11 +265,11 @@ def test_what_is_wrong_with_one_of_them_is_told(
 def test_those_that_differ_are_judged(options: ReadOptions, adapters: list[Path], tmp_path: Path) -> None:
     """Another scaling, a tensor of another name or type, a longer file; but not the order of a set."""
     first = rows_of(adapters[2], options)
-    shutil.copytree(adapters[2], tmp_path / "other")
-    file, config = tmp_path / "other" / WEIGHTS, tmp_path / "other" / "adapter_config.json"
+    folder = shutil.copytree(adapters[2], tmp_path / "other")
+    file, config = folder / WEIGHTS, folder / "adapter_config.json"
     settings = json.loads(config.read_text(encoding="utf-8"))
     config.write_text(json.dumps(settings | {"lora_alpha": 1}), encoding="utf-8")
-    other = rows_of(tmp_path / "other", options)
+    other = rows_of(folder, options)
     assert all(one.content != two.content for one, two in zip(first, other, strict=True))
     config.write_text(json.dumps(settings | {"use_unheard_of": 1}), encoding="utf-8")
     with pytest.raises(AdapterInvalidError, match="use_unheard_of"):
@@ -295,12 +296,9 @@ def test_one_of_which_something_was_told_is_told_of_again(
 ) -> None:
     told: list[str] = []
     options = replace(options, tell=told.append)
-    shutil.copytree(adapters[2], tmp_path / "odd")
-    config = tmp_path / "odd" / "adapter_config.json"
-    settings = json.loads(config.read_text(encoding="utf-8"))
-    config.write_text(json.dumps(settings | {"strange": 1}), encoding="utf-8")
+    odd = edited(adapters[2], tmp_path / "odd", strange=1)
     for count in (1, 2):
-        rows_of(tmp_path / "odd", options)
+        rows_of(odd, options)
         assert len(told) == count
 
 

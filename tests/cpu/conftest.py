@@ -3,6 +3,8 @@ under its interpreter; it must be told before they are imported, and any test ma
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 import os
 import shutil
@@ -10,7 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +24,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import forked
-import interpreting
-import reference_copies
+import tiny_models
 from levels import PARAMS, open_library, open_products
 
 from manylora.kernels import native
@@ -29,18 +32,60 @@ from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
 from manylora.ranks import rendezvous
 
-reference_copies.begin()
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
+load_transformers = tiny_models.load_transformers
+
+
+def load_copy(model_dir: Path) -> Any:
+    """In place of `load_transformers`: it reads each tiny model once for all adapters and references of a
+    test, as to copy it takes a fifth of the time. And PEFT writes no model cards, which nobody reads."""
+    from peft import PeftModel
+
+    PeftModel.create_or_update_model_card = lambda *_: None  # type: ignore[method-assign]
+    files = ((path.name, path.stat()) for path in sorted(Path(model_dir).iterdir()))
+    stamp = tuple((name, found.st_ino, found.st_size, found.st_mtime_ns) for name, found in files)
+    return copy.deepcopy(_loaded(Path(model_dir), stamp))
+
+
+@lru_cache(maxsize=4)
+def _loaded(model_dir: Path, stamp: tuple[tuple[str, int, int, int], ...]) -> Any:
+    with torch.random.fork_rng(devices=()):  # what is drawn afterwards does not depend on this cache
+        return load_transformers(model_dir)
+
+
+tiny_models.load_transformers = load_copy
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `--all` it works as it is. Where nothing has imported triton, nothing is interpreted."""
+    """The interpreter of the Triton language with less to do: small kernels take half of the time. By itself
+    it patches the language for every call of a function, and computes each sum of integers a second time in
+    64 bits to see whether it fits. With `--all`, or another version of triton, it works as it is.
+    """
     if os.environ.get("TRITON_INTERPRET") != "1" or request.config.option.all or "triton" not in sys.modules:
         yield
         return
-    with interpreting.less_work():
+    from triton.runtime import interpreter
+
+    patch_language: Any = getattr(interpreter, "_patch_lang", None)
+    builder: Any = getattr(interpreter, "interpreter_builder", None)
+    kept: dict[int, Any] = {}  # by module of kernels
+    nothing = SimpleNamespace(restore=lambda: None)
+
+    def patch_once(function: FunctionType) -> Any:
+        module = id(function.__globals__)
+        if module not in kept:
+            kept[module] = patch_language(function)
+        return nothing
+
+    with pytest.MonkeyPatch.context() as patch:
+        if patch_language is not None:
+            patch.setattr(interpreter, "_patch_lang", patch_once)
+        if hasattr(getattr(builder, "options", None), "sanitize_overflow"):
+            patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
         yield
+    for scope in reversed(kept.values()):
+        scope.restore()
 
 
 @pytest.fixture(params=["torch", *PARAMS])

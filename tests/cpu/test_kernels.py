@@ -77,29 +77,6 @@ def test_adapters_of_any_size_add_the_same_alone_and_in_company(
         assert torch.equal(some, got[part]), (start, stop)
 
 
-@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("queries", [[1, 1, 1], [1, 6, 1, 3], [4]])
-def test_attention_reads_pages_as_the_reference_does(
-    ops: CpuOps, queries: list[int], window: int | None, kept: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    size, heads, kv_heads, dim = 4, 6, 2, 24
-    lengths = [q + 7 * i for i, q in enumerate(queries)]
-    k, v = torch.randn(2, 40, size, kv_heads, dim).to(kept)
-    columns = -(-max(lengths) // size)
-    table = torch.randperm(40)[: len(queries) * columns].view(len(queries), columns).int()
-    starts = [0]
-    for count in queries:
-        starts.append(starts[-1] + count)
-    batch = AttentionBatch(starts, lengths, table, torch.empty(0, dtype=torch.int64))
-    q = torch.randn(starts[-1], heads, dim)
-    for sinks in (None, torch.randn(heads)):
-        params = AttentionParams(0.2, window, sinks=sinks)
-        want = ReferenceOps().attention(q, k, v, batch, params)
-        torch.testing.assert_close(ops.attention(q, k, v, batch, params), want, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (30, None), (30, 0.3), (None, 50.0)])
 @pytest.mark.parametrize("dim", [10, 16, 64, 72, 80, 128, 256])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])

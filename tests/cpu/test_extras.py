@@ -16,7 +16,7 @@ import torch
 from adapter_cases import PREFIX, check_batch, edited, prefixed
 from driver import Driver
 from parity import make_kind
-from running import answers, check_greedy, let_arrive, open_decoder, read, tokens
+from running import answers, check_greedy, open_decoder, read, tokens
 from safetensors.torch import load_file, save_file
 from selection import extended
 from tiny_models import make_adapter, make_model, make_tuned, read_adapter_folder, reference_logits
@@ -329,19 +329,13 @@ def check_greedy_tokens(engine: Engine, model: Path, folder: Path, given: list[i
     """Those of PEFT. folder: of adapters by task id. given: that of each request."""
     assert engine.model.encoder is not None
     start = engine.model.encoder.decoder_start_id
-    handles, found = {}, {}
-    for number, task_id in enumerate(given):
-        text, lora = tuple(tokens(9 + number, number)), LoraInput(task_id) if task_id else None
-        request = Request((), SamplingConfig(max_tokens=8), lora, encoder_prompt=text)
-        handles[engine.submit(engine.prepare(request))] = (task_id, text)
-    let_arrive(engine)
-    while engine.has_work:
-        for handle, event in engine.step():
-            assert event.error is None
-            found.setdefault(handle, []).extend(event.token_ids)
-    for handle, (task_id, text) in handles.items():
-        adapter = folder / str(task_id) if task_id else None
-        check_greedy(found[handle], 8, model, adapter, (start,), text)
+    texts = [tuple(tokens(9 + number, number)) for number in range(len(given))]
+    loras = [LoraInput(task_id) if task_id else None for task_id in given]
+    params = SamplingConfig(max_tokens=8)
+    pairs = zip(loras, texts, strict=True)
+    found = answers(engine, *(Request((), params, lora, encoder_prompt=text) for lora, text in pairs))
+    for task_id, text, answer in zip(given, texts, found, strict=True):
+        check_greedy(answer, 8, model, folder / str(task_id) if task_id else None, (start,), text)
 
 
 @pytest.mark.parametrize("root", ["", "model."])

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from driver import Driver, agree
-from running import open_decoder, read, tokens
+from driver import Driver, agree, decoder_of
+from running import read, tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import reference_logits
 
@@ -50,7 +50,7 @@ def check_batch(model: Path, adapters: Sequence[Path]) -> None:
     """The base and every adapter in one batch have the logits of PEFT; and what each adapter has beside
     low-rank matrices, or else these, counts for something."""
     config = read_model_config(model)
-    decoder = open_decoder(model)
+    decoder = decoder_of(model)
     loras = [read(path, model) for path in adapters]
     sequences = [tokens(40 + seed, seed) for seed in range(len(adapters) + 1)]
     texts = [tokens(15 + seed, 50 + seed) for seed in range(len(sequences))] if config.encoder else []

@@ -11,30 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driver import Driver
+from driver import Driver, decoder_of
 from tiny_models import load_transformers, reference_generate, reference_logits
 
 from manylora.adapters.formats.base_weights import BaseWeights
 from manylora.adapters.formats.read_options import ReadOptions
 from manylora.adapters.formats.sources import find_source, read_lora
 from manylora.adapters.modules import lora_modules
-from manylora.checkpoints.quant.config import QuantConfig
 from manylora.config.engine import EngineConfig, LoraCacheConfig
 from manylora.engine.engine import Engine
 from manylora.engine.runner import Runner
-from manylora.kernels.device import open_device
 from manylora.model.checkpoint import read_model_config
-from manylora.model.weights import load_decoder
 from manylora.request import Event, LoraInput, Request, SamplingConfig
-
-
-def open_decoder(
-    model: Path,
-    dtype: torch.dtype = torch.float32,
-    max_seq_len: int | None = None,
-    quant: QuantConfig | None = None,
-) -> Any:
-    return load_decoder(model, read_model_config(model), dtype, open_device("cpu"), max_seq_len, quant)
 
 
 def tokens(count: int, seed: int = 2) -> list[int]:
@@ -162,7 +150,7 @@ def check_bfloat16(model: Path, adapter: Path | None, encoder_ids: Sequence[int]
     """In bfloat16 logits are no farther from those of float32 than transformers'. Of each token, and then the
     median: where rounding gives one token another expert, that says nothing of the others."""
     ids, narrow = tokens(60), torch.bfloat16
-    decoder = open_decoder(model, narrow, len(ids))
+    decoder = decoder_of(model, len(ids), narrow)
     texts = [list(encoder_ids)] if encoder_ids else []
     [found] = Driver(decoder, [ids], [read(adapter, model) if adapter else None], texts).run()
     truth = reference_logits(model, adapter, ids, encoder_ids=encoder_ids)

@@ -15,8 +15,7 @@ import peft
 import pytest
 import torch
 from adapter_cases import WEIGHTS, edited
-from driver import Driver, agree
-from running import open_decoder
+from driver import Driver, agree, decoder_of
 from safetensors.torch import load_file
 from tiny_models import load_transformers, make_kind, make_model, reference_logits
 
@@ -129,7 +128,7 @@ def options(model: Path) -> ReadOptions:
 @pytest.fixture(scope="module")
 def logits(model: Path, adapters: dict[str, Path], options: ReadOptions) -> dict[str, torch.Tensor]:
     """Ours, of all adapters in one batch."""
-    decoder = open_decoder(model)
+    decoder = decoder_of(model)
     told: list[str] = []
     options = replace(options, num_layers=2, tell=told.append)
     loaded = [read_lora(find_source(path), 0, options) for path in adapters.values()]
@@ -187,7 +186,7 @@ def test_kinds_on_other_families(family: str, tmp_path: Path) -> None:
         make_kind(tmp_path / name, model, settings(), 1, strength)
         for name, (settings, strength) in OTHER_FAMILIES[family].items()
     ]
-    decoder = open_decoder(model)
+    decoder = decoder_of(model)
     loaded = [read_lora(find_source(path), 0, options) for path in made]
     for path, found in zip(made, Driver(decoder, [IDS] * len(made), loaded).run(), strict=True):
         assert agree(found, reference_logits(model, path, IDS)), path.name
@@ -254,7 +253,7 @@ def test_a_converted_kind_answers_the_same(
     for name, folder in zip(names, folders, strict=True):
         arguments = ["-i", str(adapters[name]), "-o", str(folder), "--to", "npy"]
         assert convert([*arguments, "--base", str(model)]) == 0
-    decoder = open_decoder(model)
+    decoder = decoder_of(model)
     loaded = [read_lora(find_source(folder), 0) for folder in folders]
     for name, found in zip(names, Driver(decoder, [IDS] * len(loaded), loaded).run(), strict=True):
         assert torch.equal(found, logits[name])

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from driver import Driver
+from driver import Driver, decoder_of
 from parity import make_kind, read_from
-from running import open_decoder, tokens
+from running import tokens
 from tiny_models import make_model
 from torch import Tensor
 
@@ -38,7 +38,7 @@ QUANTISED = (("llama-biases", "W8A8"), ("qwen3", "W4A8"), ("gemma3", "W8A16"), (
 
 def load(model: Path, quant: str | None = None) -> Decoder:
     config = QuantConfig(quant) if quant else None
-    return open_decoder(model, quant=config)
+    return decoder_of(model, quant=config)
 
 
 def pack_quantised(

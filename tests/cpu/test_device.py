@@ -18,7 +18,7 @@ from manylora.errors import ConfigError
 from manylora.kernels import native
 from manylora.kernels.cuda.ops import CudaOps
 from manylora.kernels.device import _check_launch, open_device
-from manylora.system import compiler, processor
+from manylora.system import compiler
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update your GPU driver."
 
@@ -117,7 +117,7 @@ def test_a_start_without_kernels_says_why(
     if "XDG_CACHE_HOME" in environment:
         monkeypatch.setattr(tempfile, "tempdir", "/dev/null")
     if machine:
-        monkeypatch.setattr(processor.platform, "machine", lambda: machine)
+        monkeypatch.setattr(compiler.platform, "machine", lambda: machine)
     with caplog.at_level(logging.INFO, "manylora"):
         assert native.load() is None and native.load() is None and native.loaded() is None
     (record,) = caplog.records
@@ -126,14 +126,14 @@ def test_a_start_without_kernels_says_why(
 
 
 def test_the_best_level_is_taken_that_the_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(compiler.platform, "machine", lambda: "x86_64")
     for features, best in (
-        (f"{processor.V3} {processor.V4} sse2", "x86-64-v4"),
-        (f"{processor.V3} avx512f sse2", "x86-64-v3"),
+        (f"{compiler.V3} {compiler.V4} sse2", "x86-64-v4"),
+        (f"{compiler.V3} avx512f sse2", "x86-64-v3"),
         ("avx2 sse2", "x86-64"),
         ("", "x86-64"),
     ):
-        monkeypatch.setattr(processor, "read_features", lambda given=features: frozenset(given.split()))
+        monkeypatch.setattr(compiler, "read_features", lambda given=features: frozenset(given.split()))
         assert find_levels()[0].name == best
 
 

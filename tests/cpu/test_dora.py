@@ -15,10 +15,10 @@ import peft
 import pytest
 import torch
 from adapter_cases import check_answer
-from driver import Driver, agree
+from driver import Driver, agree, decoder_of
 from parity import linear_names, make_kind
 from quantised_checkpoints import KINDS, make_pair
-from running import answers, check_greedy, open_decoder, tokens
+from running import answers, check_greedy, tokens
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     load_transformers,
@@ -58,7 +58,7 @@ def read(adapter: Path, model: Path, quant: QuantConfig | None = None) -> LoraIn
 
 def check(model: Path, wide: Path, adapters: list[Path], quant: QuantConfig | None = None) -> None:
     """In one batch, logits are those of transformers and PEFT with the wide values."""
-    decoder = open_decoder(model, max_seq_len=64, quant=quant)
+    decoder = decoder_of(model, max_seq_len=64, quant=quant)
     sequences = [tokens(30, seed) for seed in range(len(adapters))]
     found = Driver(decoder, sequences, [read(adapter, model, quant) for adapter in adapters]).run()
     for adapter, ids, logits in zip(adapters, sequences, found, strict=True):

@@ -14,9 +14,9 @@ import peft
 import pytest
 import torch
 from adapter_cases import PREFIX, check_batch, edited, prefixed
-from driver import Driver
+from driver import Driver, decoder_of
 from parity import make_kind
-from running import answers, check_greedy, open_decoder, read, tokens
+from running import answers, check_greedy, read, tokens
 from safetensors.torch import load_file, save_file
 from selection import extended
 from tiny_models import make_adapter, make_model, make_tuned, read_adapter_folder, reference_logits
@@ -102,7 +102,7 @@ def test_bfloat16_is_no_farther_from_the_truth_than_transformers(
     if not model.is_dir():
         make_model(model, family, seed=6)
     adapter = make_kind(workshop / f"bf16-{family}-{kind}", model, kind, 6)
-    decoder = open_decoder(model, torch.bfloat16)
+    decoder = decoder_of(model, dtype=torch.bfloat16)
     ids = tokens(60, 6)
     [found] = Driver(decoder, [ids], [read(adapter, model)]).run()
     truth = reference_logits(model, adapter, ids)

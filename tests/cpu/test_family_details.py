@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from adapter_cases import WEIGHTS, edited
-from driver import Driver, agree
+from driver import Driver, agree, decoder_of
 from levels import PARAMS, open_library
 from parity import read_from
-from running import open_decoder, read, tokens
+from running import read, tokens
 from safetensors.torch import load_file, save_file
 from test_family_engines import Served
 from test_parity_adapters import mixed_logits
@@ -35,8 +35,8 @@ from manylora.config.engine import LoraCacheConfig
 from manylora.doors.cli.build import main as build
 from manylora.doors.python.options import modules_to_read
 from manylora.errors import AdapterInvalidError, ConfigError
+from manylora.kernels.compiled import FORMS
 from manylora.kernels.panels import PanelsLinear, to_panels
-from manylora.kernels.products import FORMS
 from manylora.kernels.quantised import QuantisedWeight
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput
@@ -57,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def logits_of(model: Path, ids: list[list[int]], adapters: list[LoraInput | None]) -> list[torch.Tensor]:
-    decoder = open_decoder(model)
+    decoder = decoder_of(model)
     return Driver(decoder, ids, adapters).run()
 
 
@@ -226,8 +226,8 @@ def test_mxfp4_experts_answer_as_their_values_do(
     found = mixed_logits(packed, [None, read(adapter, packed, 1)])
     for seed, (logits, lora) in enumerate(zip(found, (None, adapter), strict=True)):
         assert agree(logits, reference_logits(plain, lora, tokens(20, seed)))
-    decoder = open_decoder(packed)
-    wide = open_decoder(plain)
+    decoder = decoder_of(packed)
+    wide = decoder_of(plain)
     assert decoder.has_quantised_experts and decoder.weight_bytes < wide.weight_bytes
     assert build(["--model_dir", str(packed), "--output_dir", str(tmp_path / "built")]) != 0
 
@@ -287,7 +287,7 @@ def test_the_text_tower_of_a_model_that_sees_and_hears(served: Served, tmp_path:
     config, ids = read_model_config(model), tokens(30)
     adapter = tmp_path / "adapter"
     path = adapter / WEIGHTS
-    decoder = open_decoder(model)
+    decoder = decoder_of(model)
     for given in (served.adapters[2], served.adapters[1]):  # the first has magnitudes, relative to the base
         assert given is not None
         shutil.copytree(given, adapter, dirs_exist_ok=True)
@@ -381,7 +381,7 @@ def test_norms_of_olmo2_are_exact_in_bfloat16(tmp_path: Path) -> None:
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
     model = make_model(tmp_path / "model", "olmo2", seed=5)
-    decoder = open_decoder(model, torch.bfloat16, max_seq_len=24)
+    decoder = decoder_of(model, 24, torch.bfloat16)
     ours, theirs = decoder._final_norm, Olmo2RMSNorm(decoder.config.hidden_size, decoder.config.norm_eps)
     ours.weight.copy_(torch.randn(len(ours.weight)).bfloat16())
     theirs.weight.data = ours.weight.bfloat16()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, agree
+from driver import Driver, agree, decoder_of
 from parity import KINDS, linear_names
 from parity import make_kind as make_parity_kind
 from running import (
@@ -23,7 +23,6 @@ from running import (
     check_beams,
     check_greedy,
     let_arrive,
-    open_decoder,
     request_of,
     tokens,
 )
@@ -265,7 +264,7 @@ def test_a_base_that_is_rounded_at_start(
     base = BaseWeights(model, EffectiveWeights(config, quant))
     options = ReadOptions(lora_modules(config), base, num_layers=2)
     kinds = {kind: path for kind, path in adapters.items() if not kind.startswith(("virtual", "activated"))}
-    decoder = open_decoder(model, max_seq_len=64, quant=quant)
+    decoder = decoder_of(model, max_seq_len=64, quant=quant)
     for first in range(0, len(kinds), IN_ONE_BATCH):
         part = list(kinds.items())[first : first + IN_ONE_BATCH]
         sequences = [tokens(24, seed) for seed in range(len(part))]

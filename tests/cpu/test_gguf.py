@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from driver import Driver, agree
+from driver import Driver, agree, decoder_of
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import make_gguf, with_tokenizer
 from parity import read_from
-from running import check_greedy, open_decoder, tokens
+from running import check_greedy, tokens
 from selection import extended
 from tiny_models import make_adapter, make_model, reference_logits
 
@@ -51,13 +51,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def decoder_of(model: Path) -> Decoder:
-    folder = local_model(model)
-    return open_decoder(folder, max_seq_len=64)
+def opened(model: Path) -> Decoder:
+    decoder: Decoder = decoder_of(local_model(model), 64)
+    return decoder
 
 
 def logits_of(model: Path, *sequences: list[int]) -> list[torch.Tensor]:
-    return Driver(decoder_of(model), list(sequences), [None] * len(sequences)).run()
+    return Driver(opened(model), list(sequences), [None] * len(sequences)).run()
 
 
 def test_values_are_those_of_gguf_py() -> None:
@@ -197,7 +197,7 @@ def test_a_file_in_parts_answers_as_its_wide_values(tmp_path: Path) -> None:
     assert len(folders) == 1
     adapter = make_adapter(tmp_path / "a", wide, 1, modules=("q_proj", "down_proj"), use_dora=True)
     read = read_from(adapter, folders.pop())
-    found = Driver(decoder_of(parts[1]), [tokens(20)] * 2, [None, read]).run()
+    found = Driver(opened(parts[1]), [tokens(20)] * 2, [None, read]).run()
     assert agree(found[0], reference_logits(wide, None, tokens(20)))
     assert agree(found[1], reference_logits(wide, adapter, tokens(20)))
 

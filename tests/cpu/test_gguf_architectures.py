@@ -14,14 +14,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from driver import Driver, agree
+from driver import Driver, agree, decoder_of
 from gguf import GGMLQuantizationType as Kind
 from gguf_converter import ARCHITECTURES as BY_TYPE
 from gguf_converter import convert
 from gguf_files import with_tokenizer
 from parity import read_from
 from pooled_adapters import hidden, logits, make_classifier, near
-from running import open_decoder, pooled, read, tokens
+from running import pooled, read, tokens
 from safetensors.torch import load_file, save_file
 from selection import extended
 from test_encoders import ask, engine_of, make_encoder, prompt
@@ -110,7 +110,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check_answers(file: Path, model: Path) -> None:
     folder = local_model(file)
-    decoder = open_decoder(folder, max_seq_len=64)
+    decoder = decoder_of(folder, max_seq_len=64)
     sequences = tokens(60), tokens(1, 3)
     found = Driver(decoder, list(sequences), [None, None]).run()
     for ids, one in zip(sequences, found, strict=True):
@@ -180,7 +180,7 @@ def test_an_adapter_on_joined_and_reordered_matrices(family: str, tmp_path: Path
     }[family]
     adapter = make_adapter(tmp_path / "adapter", model, modules=modules, use_dora=True)
     folder = local_model(tmp_path / "tiny.gguf")
-    decoder = open_decoder(folder, max_seq_len=64)
+    decoder = decoder_of(folder, max_seq_len=64)
     found = Driver(decoder, [tokens(30)], [read_from(adapter, folder)]).run()
     assert agree(found[0], reference_logits(model, adapter, tokens(30)))
 
@@ -198,7 +198,7 @@ def test_sizes_of_another_model_are_refused(key: str, qwen: Path, tmp_path: Path
         file.write_bytes(data[:at] + struct.pack("<I", value) + data[at + 4 :])
         with pytest.raises(ConfigError) as raised:
             folder = local_model(file)
-            open_decoder(folder, max_seq_len=64)
+            decoder_of(folder, max_seq_len=64)
         assert "\n" not in str(raised.value)
 
 

@@ -49,7 +49,7 @@ from manylora.ranks.rank_info import RankInfo, ends_with_launcher, find_rank, st
 from manylora.ranks.rendezvous import Link, check_identity, identity
 from manylora.request import Event, Guide, LoraInput, Request, SamplingConfig, mix
 from manylora.stats import EngineStats
-from manylora.system.own_clock import OwnClock
+from manylora.system.lifeline import OwnClock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

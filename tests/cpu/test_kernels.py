@@ -22,15 +22,14 @@ from tiny_models import make_model
 
 from manylora import QuantConfig
 from manylora.checkpoints.quant.config import INTEGER
-from manylora.config.hub import local_model
+from manylora.config.model_folder import local_model
 from manylora.doors.cli.build import main as build
 from manylora.errors import ConfigError
 from manylora.kernels import native
-from manylora.kernels.compiled import CompiledOps
+from manylora.kernels.compiled import CompiledOps, to_integer_panels
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.device import open_device
 from manylora.kernels.panels import BLOCKS, INTEGERS, Panels, PanelsLinear, lay_out_blocks, look_up
-from manylora.kernels.products import to_integer_panels
 from manylora.kernels.quantised import QuantisedWeight, round_inputs
 from manylora.kernels.reference import ACTIVATIONS, ReferenceOps
 from manylora.kernels.row_format import RowFormat
@@ -38,8 +37,7 @@ from manylora.kernels.spec import AttentionBatch, AttentionParams, LoraBatch, Lo
 from manylora.model.checkpoint import read_model_config
 from manylora.model.quant import quantise
 from manylora.model.weights import load_decoder
-from manylora.system.compiler import Source, compile_library, find_compiler
-from manylora.system.processor import find_levels
+from manylora.system.compiler import Source, compile_library, find_compiler, find_levels
 
 
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16])

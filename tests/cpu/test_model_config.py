@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import open_decoder
+from driver import decoder_of
 from safetensors.torch import load_file, save_file
 from tiny_configs import COMMON, ENCODER_DECODER_FAMILIES, FAMILIES, MOE_FAMILIES
 from tiny_models import make_model
@@ -208,7 +208,7 @@ def test_a_head_that_differs_is_used_and_one_that_is_missing_is_named(tmp_path: 
 
     def head(**settings: Any) -> torch.Tensor:
         path.write_text(json.dumps({**raw, **settings}), encoding="utf-8")
-        decoder = open_decoder(model)
+        decoder = decoder_of(model)
         assert decoder.config.tie_word_embeddings == torch.equal(
             weights["lm_head.weight"], weights["model.embed_tokens.weight"]
         )
@@ -223,4 +223,4 @@ def test_a_head_that_differs_is_used_and_one_that_is_missing_is_named(tmp_path: 
     del raw["tie_word_embeddings"]
     path.write_text(json.dumps(raw), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"lacks lm_head.weight .*must have tie_word_embeddings true"):
-        open_decoder(model)
+        decoder_of(model)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driver import agree
+from driver import agree, decoder_of
 from parity import read_from
 from peft import PeftModel
-from running import answers, check_greedy, open_decoder
+from running import answers, check_greedy
 from safetensors.torch import load_file, save_file
 from selection import extended
 from test_parity_adapters import mixed_logits, tokens
@@ -334,7 +334,7 @@ def test_adapters_on_what_granite_fuses(workshop: Path) -> None:
     settings = json.loads((older / "adapter_config.json").read_text())
     names = [f"block_sparse_moe.{name}.weight" for name in ("input_linear", "output_linear")]
     (older / "adapter_config.json").write_text(json.dumps({**settings, "target_parameters": names}))
-    decoder = open_decoder(model)
+    decoder = decoder_of(model)
     folders = [None, shared, dora, experts, older]
     adapters = [folder and read_from(folder, model) for folder in folders]
     found = Driver(decoder, [tokens(20)] * 5, adapters).run()

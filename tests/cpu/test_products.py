@@ -23,7 +23,7 @@ from manylora.kernels.quantised import QuantisedWeight
 from manylora.kernels.reference import ReferenceOps
 from manylora.kernels.row_format import RowFormat
 from manylora.kernels.spec import LoraBatch, LoraRow, LoraSegment, LoraTarget
-from manylora.system.processor import read_features
+from manylora.system.compiler import read_features
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 PROMPT = "Where is the capital of Egypt? \\nAnswer:"

@@ -13,8 +13,7 @@ import pytest
 from manylora.adapters import staging
 from manylora.adapters.cache.cache import AdapterCache
 from manylora.adapters.geometry import CacheGeometry, RowShape, cache_geometry, place_rows
-from manylora.adapters.module_sizes import Split
-from manylora.adapters.modules import LoraModule
+from manylora.adapters.modules import LoraModule, Split
 from manylora.adapters.pages import Held, Need, PageAllocator, PagePart, Space, least_pages, most_pages
 from manylora.adapters.slicing import slice_row
 from manylora.adapters.tensors import AdapterRow

@@ -21,15 +21,14 @@ from manylora.config.repository import engine_context
 from manylora.doors.triton import engine_worker
 from manylora.doors.triton.bls import ClientRequest, StopWords, TextGenerator, Values
 from manylora.doors.triton.bls_worker import BlsWorker
-from manylora.doors.triton.client_errors import check_parameters
 from manylora.doors.triton.engine_worker import EngineModelOptions, EngineWorker
-from manylora.doors.triton.server_types import FINAL
+from manylora.doors.triton.server_types import FINAL, check_parameters
 from manylora.doors.triton.text_models import TextWorker
 from manylora.errors import EngineDeadError, RequestError
 from manylora.request import Event, FinishReason, Request, RequestMetrics, Sink
 from manylora.stats import EngineStats
 from manylora.system.lifeline import Lifeline
-from manylora.system.text_threads import LONG
+from manylora.system.threads import LONG
 
 
 class Tensor:

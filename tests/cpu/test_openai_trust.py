@@ -29,7 +29,7 @@ from manylora.doors.http.api.parsing import MAX_BRACKETS, MAX_COMMAS, MAX_ENTRIE
 from manylora.doors.http.api.schema import ChatRequest, CompletionRequest
 from manylora.doors.http.serving.keys import HostCheck
 from manylora.doors.http.serving.logs import PlainFormatter, RateLimit
-from manylora.system import copies
+from manylora.system import folders
 
 MANY = {str(n): 1 for n in range(30000)}
 LOAD = {"lora_name": "mine", "lora_path": "chinese", "load_inplace": True}
@@ -181,7 +181,7 @@ def test_a_full_disk_costs_copies_and_nothing_else(
         save(*arguments)
 
     monkeypatch.setattr(levels, "write_safetensors", save_file)
-    monkeypatch.setattr(copies, "RETRY_S", 0.0)
+    monkeypatch.setattr(folders, "RETRY_S", 0.0)
     root, folder = tmp_path / "adapters", tmp_path / "copies"
     shutil.copytree(DEMO / "adapters" / "chinese", root / "one")
     failures = lambda: [one for one in caplog.messages if "copies cannot be written" in one]  # noqa: E731

@@ -27,7 +27,7 @@ from manylora.config.pooling import PoolingSettings, read_pooling_settings
 from manylora.doors.python import LLM, LoRARequest, PoolingParams
 from manylora.engine.engine import Engine
 from manylora.errors import AdapterInvalidError, ConfigError, RequestError
-from manylora.generation.pooled import embedding, probabilities
+from manylora.generation.outputs import embedding, probabilities
 from manylora.generation.tokenizer import Tokenizer
 from manylora.model.checkpoint import read_model_config
 from manylora.request import LoraInput, Pooling, Request, SamplingConfig

@@ -20,7 +20,7 @@ from tiny_models import make_model
 from manylora.config.pooling import read_pooling_settings
 from manylora.doors.python import LLM, LoRARequest, PoolingParams, SamplingParams
 from manylora.errors import ConfigError, RequestError
-from manylora.generation.pooled import pair_score
+from manylora.generation.outputs import pair_score
 from manylora.generation.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

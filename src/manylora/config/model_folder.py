@@ -25,7 +25,7 @@ from typing import Any
 from manylora.checkpoints.gguf.config import gguf_folder, is_gguf, linked_files
 from manylora.config.settings import read_json, readable
 from manylora.errors import ConfigError, printable
-from manylora.system.progress import Progress, size
+from manylora.system.command_line import Progress, size
 
 logger = logging.getLogger("manylora")
 

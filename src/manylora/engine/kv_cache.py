@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from typing import TYPE_CHECKING
 
 from manylora.adapters.pages import PageAllocator
-from manylora.engine.idle_blocks import DEFAULT_PRIORITY, IdleBlocks
+from manylora.engine.kv_store import DEFAULT_PRIORITY, IdleBlocks
 from manylora.engine.sequence import BeamGroup, KvBlocks, Restore, Sequence
 
 if TYPE_CHECKING:

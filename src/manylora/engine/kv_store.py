@@ -1,19 +1,23 @@
-"""KvStore: copies of full KV blocks beside the device's cache, in host memory and in a folder."""
+"""KvStore: copies of full KV blocks beside the device's cache, in host memory and in a folder.
+IdleBlocks: the order in which blocks are evicted."""
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
 import os
 import secrets
 import threading
+import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from blake3 import blake3
@@ -22,15 +26,69 @@ from torch import Tensor
 from manylora.config.engine import EngineConfig
 from manylora.config.model_folder import weight_files
 from manylora.config.settings import read_json
-from manylora.engine.idle_blocks import DEFAULT_PRIORITY, IdleBlocks
 from manylora.errors import ConfigError
 from manylora.kernels.device import CopyStream, host_tensor
 from manylora.model.batch import KvTensors, copy_block, num_block_bytes
 from manylora.stats import KvStoreStats
-from manylora.system.copies import CopyFolder
+from manylora.system.folders import CopyFolder
 from manylora.system.threads import lower_priority
 
 logger = logging.getLogger("manylora")
+
+DEFAULT_PRIORITY = 35
+T = TypeVar("T", bound=Hashable)
+
+
+class IdleBlocks(Generic[T]):
+    """KV blocks for reuse that no sequence uses, by number or by name. The lowest priority is evicted first,
+    and of equal ones the block that is idle for longest. A priority may be limited in time; then the default
+    follows.
+    """
+
+    def __init__(self) -> None:
+        self._levels: dict[int, OrderedDict[T, None]] = {}
+        self._priority: dict[T, int] = {}
+        self._expiries: list[tuple[float, T, int]] = []  # time, block, its priority until then
+
+    def __len__(self) -> int:
+        return len(self._priority)
+
+    def __contains__(self, block: T) -> bool:
+        return block in self._priority
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._priority)
+
+    def add(self, block: T, priority: int = DEFAULT_PRIORITY, duration_ms: int | None = None) -> None:
+        self._levels.setdefault(priority, OrderedDict())[block] = None
+        self._priority[block] = priority
+        if duration_ms is not None and priority != DEFAULT_PRIORITY:
+            heapq.heappush(self._expiries, (time.monotonic() + duration_ms / 1000, block, priority))
+
+    def discard(self, block: T) -> None:
+        priority = self._priority.pop(block, None)
+        if priority is not None:
+            level = self._levels[priority]
+            del level[block]
+            if not level:
+                del self._levels[priority]
+
+    def refresh(self, block: T) -> None:
+        """It was used: of equal priorities it is now the last to be evicted."""
+        self._levels[self._priority[block]].move_to_end(block)
+
+    def pop(self) -> T:
+        """Remove and return the block to evict next."""
+        now = time.monotonic()
+        while self._expiries and self._expiries[0][0] <= now:
+            _, block, priority = heapq.heappop(self._expiries)
+            if self._priority.get(block) == priority:
+                self.discard(block)
+                self.add(block)
+        block = next(iter(self._levels[min(self._levels)]))
+        self.discard(block)
+        return block
+
 
 MAGIC = b"manylora KV 1\n"
 OURS = r"[0-9a-f]{64}\.kv"  # files that may be deleted in the folder

@@ -20,7 +20,6 @@ from torch import Tensor
 from manylora.kernels.adapter_calls import LARGEST_RANK, PART, AdapterCalls
 from manylora.kernels.cpu import CpuOps
 from manylora.kernels.decode_step import KINDS, SHORT, DecoderParts, DecodeStep
-from manylora.kernels.huge_pages import huge_zeros
 from manylora.kernels.panels import (
     BLOCKS,
     INTEGERS,
@@ -50,6 +49,7 @@ from manylora.kernels.spec import (
     Targets,
     Weight,
 )
+from manylora.kernels.transfer import huge_zeros
 
 logger = logging.getLogger("manylora")
 

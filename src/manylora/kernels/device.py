@@ -19,8 +19,8 @@ from manylora.errors import ConfigError, DeviceLostError
 from manylora.kernels import native
 from manylora.kernels.compiled import CompiledOps
 from manylora.kernels.cpu import CpuOps
-from manylora.kernels.huge_pages import huge_zeros
 from manylora.kernels.reference import ReferenceOps
+from manylora.kernels.transfer import huge_zeros
 from manylora.system.resources import available_memory, release_free_memory, usable_processors
 
 logger = logging.getLogger("manylora")

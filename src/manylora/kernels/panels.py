@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manylora.kernels import native
-from manylora.kernels.huge_pages import huge_zeros
 from manylora.kernels.quantised import BLOCK, QuantisedWeight
+from manylora.kernels.transfer import huge_zeros
 
 KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.uint8)  # in the order of native/vectors.h
 WORDS = {torch.bfloat16: torch.int32}  # dtypes stored as pairs of inputs -> dtype of a pair

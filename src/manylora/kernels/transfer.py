@@ -1,4 +1,4 @@
-"""Copies batch tables from host to device.
+"""Memory of the host: tensors in huge pages, and copies of batch tables to the device.
 
 A table is a frozen dataclass of tensors, plain values and such dataclasses. All tensors of a step are copied
 to a GPU in one copy from pinned memory. With pageable memory the host would wait for running kernels, and one
@@ -7,7 +7,12 @@ copy per tensor would cost more than the bytes.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from ctypes import memmove
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -17,6 +22,70 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+
+PIECE = 2**26  # bytes requested at once; unwritten memory is not resident
+ALIGNMENT = 64
+HUGE_BYTES = 2**21  # size of one huge page
+LEAST = 2**16  # bytes; smaller tensors use normal memory
+POPULATE_WRITE = 23  # in Linux since 5.14
+
+_lock = threading.Lock()
+_piece: mmap.mmap | None = None
+_used = 0
+
+
+def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros on the CPU, resident once they are written. Small tensors share a piece of memory, which is freed
+    with the last of them. Raises MemoryError.
+    """
+    count = torch.Size(shape).numel()
+    size = count * dtype.itemsize
+    if size < LEAST:
+        return torch.zeros(shape, dtype=dtype)
+    piece, offset = _take(size)
+    return torch.frombuffer(piece, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def make_resident(tensor: Tensor) -> None:
+    """Make the system allocate a contiguous CPU tensor's memory now. Otherwise the first write to each page
+    waits for that.
+
+    Values are kept. No effect if the system does not support it. Thread-safe, also while other threads write
+    to it.
+    """
+    if sys.platform != "linux":
+        return
+    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - first
+    with suppress(OSError, AttributeError):
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        advise(first, size, POPULATE_WRITE)
+
+
+def _take(size: int) -> tuple[mmap.mmap, int]:
+    """A piece of memory, and the offset of `size` free bytes in it."""
+    global _piece, _used
+    if size > PIECE // 4:  # large requests get their own piece
+        return _allocate(size), 0
+    with _lock:
+        if _piece is None or _used + size > len(_piece):
+            _piece, _used = _allocate(PIECE), 0
+        offset, _used = _used, -(-(_used + size) // ALIGNMENT) * ALIGNMENT
+        return _piece, offset
+
+
+def _allocate(size: int) -> mmap.mmap:
+    if sys.platform != "linux":
+        return mmap.mmap(-1, size)
+    try:  # shared memory, the default, does not get huge pages
+        piece = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes cannot be allocated: {error}") from error
+    with suppress(OSError):  # a system without huge pages
+        piece.madvise(mmap.MADV_HUGEPAGE)
+    return piece
+
 
 T = TypeVar("T")
 ALIGN_BYTES = 16  # alignment of each tensor within the buffer

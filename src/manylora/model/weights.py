@@ -32,7 +32,7 @@ from manylora.model.plan import checkpoint_plan, head_name, unused_prefixes
 from manylora.model.plan_layers import Plan, RowSlice, WeightSpec
 from manylora.model.quant import check_quant_request, quantise, should_quantise, stack_weights
 from manylora.model.safetensors_file import FileTensor, SafetensorsFile
-from manylora.system.progress import Progress
+from manylora.system.command_line import Progress
 from manylora.system.resources import release_free_memory
 
 logger = logging.getLogger("manylora")

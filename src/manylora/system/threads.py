@@ -1,11 +1,18 @@
-"""Keeps some work from delaying other work: threads of lower priority, and threads for long texts."""
+"""Keeps some work from delaying other work: threads of lower priority, threads
+for long texts, and repeated work of an event loop."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import os
 import threading
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
+
+logger = logging.getLogger("manylora")
 
 LONG = 2**12
 """Texts of this many characters or tokens and more are processed on a thread."""
@@ -41,3 +48,31 @@ class TextThreads:
         """Wait for submitted texts."""
         self._long.shutdown()
         self._huge.shutdown()
+
+
+class Repeated:
+    """Calls `work` again and again, `pause_s` after its last end, from `start` to `close`. what: named in the
+    log when it fails.
+    """
+
+    def __init__(self, work: Callable[[], Awaitable[None]], pause_s: float, what: str) -> None:
+        self._work, self._pause_s, self._what = work, pause_s, what
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """No effect if it was not started."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._work()
+            except Exception:
+                logger.exception("%s failed", self._what)
+            await asyncio.sleep(self._pause_s)

@@ -46,11 +46,10 @@ from manylora.config.model import ModelConfig
 from manylora.errors import AdapterInvalidError, ConfigError
 from manylora.kernels import native
 from manylora.kernels.device import CopyStream, host_tensor
-from manylora.kernels.huge_pages import HUGE_BYTES
 from manylora.kernels.loading import FILE_ROW, can_lay_out, lay_out, read_rows
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.kernels.spec import Extra, ExtraSegment, LoraBatch, LoraRow, LoraSegment
-from manylora.kernels.transfer import upload
+from manylora.kernels.transfer import HUGE_BYTES, upload
 from manylora.request import LoraExtra
 
 logger = logging.getLogger("manylora")

@@ -24,7 +24,7 @@ from manylora.adapters.rules import AdapterRules
 from manylora.adapters.slicing import Slicer
 from manylora.adapters.tensors import Adapter, FileAdapter
 from manylora.errors import AdapterError, AdapterInvalidError, RequestError
-from manylora.kernels.huge_pages import make_resident
+from manylora.kernels.transfer import make_resident
 from manylora.request import LoraInput
 from manylora.system.threads import lower_priority
 

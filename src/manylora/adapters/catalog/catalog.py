@@ -39,7 +39,7 @@ from manylora.adapters.remote.resolver import AdapterSources, Located, is_url
 from manylora.adapters.tensors import Adapter, FileAdapter
 from manylora.errors import AdapterError, ConfigError, printable
 from manylora.generation.defaults import OwnText
-from manylora.system.waits import Repeated
+from manylora.system.threads import Repeated
 
 logger = logging.getLogger("manylora")
 

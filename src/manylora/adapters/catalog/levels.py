@@ -18,7 +18,7 @@ from manylora.adapters.tensors import Adapter, AdapterRow, FileAdapter, adapter_
 from manylora.errors import AdapterInvalidError
 from manylora.kernels.row_format import Encoding, RowFormat
 from manylora.request import LoraExtra
-from manylora.system.copies import CopyFolder
+from manylora.system.folders import CopyFolder
 from manylora.system.threads import lower_priority
 
 logger = logging.getLogger("manylora")

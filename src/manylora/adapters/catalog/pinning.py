@@ -11,7 +11,7 @@ from typing import Protocol
 from manylora.adapters.catalog.catalog import AdapterCatalog
 from manylora.adapters.catalog.entry import AdapterEntry, CatalogError
 from manylora.errors import AdapterCacheFullError, AdapterNotCachedError, EngineDeadError, RequestError
-from manylora.system.waits import Repeated
+from manylora.system.threads import Repeated
 
 logger = logging.getLogger("manylora")
 

@@ -25,7 +25,7 @@ from manylora.adapters.catalog.uploads import (
 )
 from manylora.adapters.remote.resolver import is_url
 from manylora.errors import RequestError
-from manylora.system.waits import Repeated
+from manylora.system.threads import Repeated
 
 logger = logging.getLogger("manylora")
 

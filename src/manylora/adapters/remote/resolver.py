@@ -26,8 +26,8 @@ from manylora.adapters.formats.manifest import KEY, MANIFEST, sha256_of
 from manylora.adapters.remote.files import MARKS, MAX_FILES, SINGLE, RemoteFile, SourceError, is_read, unpack
 from manylora.config.model_folder import HUB, hub_cache, is_hub_id, local_adapter
 from manylora.errors import ConfigError, printable
+from manylora.system.command_line import Progress, size
 from manylora.system.folders import hold, remove_unless_held
-from manylora.system.progress import Progress, size
 from manylora.system.threads import lower_priority
 
 logger = logging.getLogger("manylora")

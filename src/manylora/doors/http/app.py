@@ -44,7 +44,7 @@ from manylora.doors.http.api.schema import DetokenizeRequest, TokenizeRequest
 from manylora.doors.http.batches.routes import BATCH_ROUTES, BatchRoutes
 from manylora.doors.http.batches.store import BATCH_KEY, BatchStore
 from manylora.doors.http.options import ServeOptions
-from manylora.doors.http.page.page import BODIES, CacheStatus, docs_page, document, page_file
+from manylora.doors.http.page import BODIES, CacheStatus, docs_page, document, page_file
 from manylora.doors.http.serving import anthropic, ollama, tgi, transport
 from manylora.doors.http.serving.backend import Backend
 from manylora.doors.http.serving.inference import Inference

@@ -13,8 +13,7 @@ from manylora.doors.python.llm_args import (
     PeftCacheConfig,
 )
 from manylora.doors.python.outputs import PoolingRequestOutput, RequestOutput, RequestTimings
-from manylora.generation.outputs import CompletionOutput, Logprob
-from manylora.generation.pooled import PoolingParams
+from manylora.generation.outputs import CompletionOutput, Logprob, PoolingParams
 from manylora.generation.sampling import GuidedDecodingParams, SamplingParams
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from manylora.doors.python.service import (
 from manylora.errors import AdapterNotCachedError, ConfigError, RequestError
 from manylora.generation.chat_template import ChatTemplate, Messages
 from manylora.generation.decoding import Decoding, decoding_of, with_defaults
-from manylora.generation.pooled import (
+from manylora.generation.outputs import (
     PoolingParams,
     embedding,
     pair_score,

@@ -31,7 +31,7 @@ from manylora.errors import (
 from manylora.generation.chat_template import ROLES, call_arguments
 from manylora.generation.decoding import Decoding
 from manylora.generation.generation import Generation
-from manylora.generation.pooled import PooledGeneration
+from manylora.generation.outputs import PooledGeneration
 from manylora.generation.sampling import SamplingParams
 from manylora.generation.tokenizer import Tokenizer
 from manylora.request import AdapterVersion, Event, FinishReason, LoraInput, Pooling, Request

@@ -40,8 +40,7 @@ from manylora.doors.triton.shape_guard import read_inputs
 from manylora.errors import AdapterNotFoundError, RequestError
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.generation.guides import choice_pattern
-from manylora.generation.outputs import CompletionOutput
-from manylora.generation.pooled import PoolingParams, check_dimensions, embedding
+from manylora.generation.outputs import CompletionOutput, PoolingParams, check_dimensions, embedding
 from manylora.generation.sampling import GuidedDecodingParams, SamplingParams, is_unicode, parameters_of
 from manylora.generation.tokenizer import WINDOW
 from manylora.request import MOST, MOST_FLOAT, LoraInput, LoraMix, Pooling

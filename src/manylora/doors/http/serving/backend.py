@@ -30,7 +30,7 @@ from manylora.errors import (
     ManyloraError,
 )
 from manylora.generation.generation import Generation
-from manylora.generation.pooled import PooledGeneration
+from manylora.generation.outputs import PooledGeneration
 from manylora.request import AdapterVersion, Event, LoraInput, LoraMix, Request, Sink, mix
 from manylora.stats import CacheMap, EngineStats
 

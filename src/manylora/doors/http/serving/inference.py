@@ -37,7 +37,7 @@ from manylora.doors.triton.metrics import MAX_ADAPTERS, OTHER
 from manylora.errors import RequestError
 from manylora.generation.defaults import NO_DEFAULTS, GenerationDefaults
 from manylora.generation.generation import Generation
-from manylora.generation.pooled import PooledGeneration
+from manylora.generation.outputs import PooledGeneration
 from manylora.generation.reply_formats import CHOSEN_BY_TEMPLATE, Parsers
 from manylora.generation.tokenizer import Tokenizer
 from manylora.request import MAX_MIXED, MAX_SCALE, Pooling

@@ -33,8 +33,8 @@ from manylora.doors.http.serving.inference import Inference, ResolvedRequest
 from manylora.doors.http.serving.keys import ApiKey
 from manylora.doors.http.serving.responses import RunningCalls
 from manylora.doors.http.serving.transport import name_of
-from manylora.generation import pooled
-from manylora.generation.pooled import PooledGeneration, PoolingParams
+from manylora.generation import outputs
+from manylora.generation.outputs import PooledGeneration, PoolingParams
 from manylora.request import Pooling, RequestMetrics
 
 Ids = Annotated[Items[TokenId], Field(min_length=1)]
@@ -158,11 +158,11 @@ class PooledApi:
 
     async def classify(self, request: Request, body: ClassifyRequest, key: ApiKey) -> Response:
         asked = await self._inference.ask(body, key)
-        pooling = pooled.pooling_of("classify", self._settings)
+        pooling = outputs.pooling_of("classify", self._settings)
         done = await self._pool(request, body, asked, body.input, pooling)
         data = []
         for index, logits in enumerate(done.values):
-            probs = pooled.probabilities(logits, self._settings, body.use_activation)
+            probs = outputs.probabilities(logits, self._settings, body.use_activation)
             label = self._settings.label_names(len(probs))[int(logits.argmax())]
             data.append({"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
         return done.listed("classify", data)
@@ -170,7 +170,7 @@ class PooledApi:
     async def pooling(self, request: Request, body: PoolingRequest, key: ApiKey) -> Response:
         asked = await self._inference.ask(body, key)
         task = body.task or ("classify" if await self._has_head(asked) else "embed")
-        pooling = pooled.pooling_of(task, self._settings)
+        pooling = outputs.pooling_of(task, self._settings)
         if not pooling.head:
             self._check_dimensions(body)
         elif body.dimensions is not None:
@@ -178,7 +178,7 @@ class PooledApi:
             raise invalid_value(reason, "dimensions")
         done = await self._pool(request, body, asked, body.input, pooling)
         if pooling.head:
-            found = [pooled.probabilities(one, self._settings, body.use_activation) for one in done.values]
+            found = [outputs.probabilities(one, self._settings, body.use_activation) for one in done.values]
         else:
             found = self._embeddings(done, body)
         data = [
@@ -189,11 +189,11 @@ class PooledApi:
 
     def _embeddings(self, done: Answered, body: EmbeddingRequest) -> list[np.ndarray]:
         params = PoolingParams(body.dimensions, body.use_activation)
-        return [pooled.embedding(one, self._settings, params) for one in done.values]
+        return [outputs.embedding(one, self._settings, params) for one in done.values]
 
     async def score(self, request: Request, body: ScoreRequest, key: ApiKey) -> Response:
         try:
-            pairs = pooled.pair_up(body.text_1, body.text_2)
+            pairs = outputs.pair_up(body.text_1, body.text_2)
         except ValueError as error:
             raise invalid_value(str(error), "text_1") from error
         done, scores = await self._scores(request, body, key, pairs, "text_2")
@@ -229,16 +229,16 @@ class PooledApi:
             ]
             done = await self._run(request, body, prompts, asked)
             try:
-                return done, [pooled.pair_score(values, self._settings, params) for values in done.values]
+                return done, [outputs.pair_score(values, self._settings, params) for values in done.values]
             except ValueError as error:
                 raise invalid_value(str(error), "model") from error
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # embed a repeated query once
         done = await self._pool(request, body, asked, texts, Pooling(self._settings.mode), field)
         by_text = {
-            text: pooled.embedding(values, self._settings, PoolingParams())
+            text: outputs.embedding(values, self._settings, PoolingParams())
             for text, values in zip(texts, done.values, strict=True)
         }
-        return done, [pooled.similarity(by_text[a], by_text[b]) for a, b in pairs]
+        return done, [outputs.similarity(by_text[a], by_text[b]) for a, b in pairs]
 
     async def _has_head(self, asked: ResolvedRequest, most: int = 2**31) -> bool:
         """Whether the adapter has a classification head, or the model one of at most `most` labels."""
@@ -286,7 +286,7 @@ class PooledApi:
     def _check_dimensions(self, body: EmbeddingRequest) -> None:
         if body.dimensions is not None:
             try:
-                pooled.check_dimensions(body.dimensions, self._settings)
+                outputs.check_dimensions(body.dimensions, self._settings)
             except ValueError as error:
                 raise invalid_value(str(error), "dimensions") from error
 

@@ -88,6 +88,23 @@ def test_tools_that_cannot_be_used_are_refused(fields: dict[str, Any], words: st
         use(**fields)
 
 
+def test_a_conversation_with_calls_goes_on(server: Running) -> None:
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    call = {"id": "call_1", "type": "function", "function": function}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+        {"role": "user", "content": [{"type": "text", "text": "And?"}]},
+    ]
+    answer = server.post("/v1/chat/completions", model="demo", messages=messages, max_tokens=4)
+    assert answer.status_code == 200, answer.text
+    bad = [{"role": "assistant", "tool_calls": [{**call, "function": {"name": "x", "arguments": "["}}]}]
+    for wrong in (bad, [{"role": "user"}], [{"role": "user", "content": "a", "tool_calls": [call]}]):
+        refused = server.post("/v1/chat/completions", model="demo", messages=wrong)
+        assert refused.status_code == 400 and "messages" in refused.json()["error"]["message"]
+
+
 def template(tmp_path: Path, text: str) -> ChatTemplate:
     return ChatTemplate.read(tmp_path, {"chat_template": text, "bos_token": {"content": "<s>"}})
 

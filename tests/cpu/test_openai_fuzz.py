@@ -30,6 +30,7 @@ RAW = [
     b'{"prompt": NaN}', b'{"prompt": "\xc3("}', b'{"prompt": 1e999}', b'{"prompt": "a", "prompt": 3}',
     b'\xef\xbb\xbf{"prompt": "a"}',
 ]  # fmt: skip
+ANSWERED = ("/v1/completions", "/", "/generate", "/generate_stream", "/api/chat", "/api/generate")
 SECRETS = ("Traceback", 'File "', "site-packages", "safetensors_rust", "0x7f")
 
 
@@ -84,7 +85,7 @@ def requests(seed: int, document: dict[str, Any]) -> Iterator[dict[str, Any]]:
         (path, method, one) for path, ways in document["paths"].items() for method, one in ways.items()
     ]
     posts = [one for one in operations if one[1] == "post"]
-    posts += 4 * [one for one in posts if one[0] == "/v1/completions"]  # the one whose answers are counted
+    posts += 4 * [one for one in posts if one[0] == "/v1/completions"]
     for _ in range(COUNT):
         path, method, operation = rng.choice(posts if rng.random() < 0.8 else operations)
         if "{name}" in path:
@@ -155,8 +156,9 @@ def test_hostile_requests_are_answered_in_order(caplog: pytest.LogCaptureFixture
         wrong = [(text, request) for text, request in zip(found, sent, strict=True) if text]
         assert not wrong, f"{len(wrong)} of {COUNT}, as {wrong[:3]}"
         assert server.http.get("/health/model").status_code == 200
-        served = server.metric('manylora_http_requests_total{route="/v1/completions",status="200"}')
-        assert served > COUNT / 100, "nearly nothing was served: the requests are too bad for a test"
+        count = 'manylora_http_requests_total{{route="{}",status="200"}}'
+        served = sum(server.metric(count.format(route)) for route in ANSWERED)
+        assert served > COUNT / 50, "nearly nothing was served: the requests are too bad for a test"
     finally:
         server.close()
     assert not [one for one in caplog.records if one.levelname in ("ERROR", "CRITICAL")]

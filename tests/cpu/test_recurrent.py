@@ -36,6 +36,25 @@ def served(workshop: Path) -> Any:
     return lambda family: Served(workshop / family, family, COUNT)
 
 
+@pytest.mark.parametrize("family", ["qwen3.5", "granite4", "falcon-h1"])
+def test_one_after_another_and_together_are_alike(family: str, served: Any) -> None:
+    """Bit for bit, also where a step is as small as it can be."""
+    model = served(family)
+    prompts = [tokens(length, length) for length in (30, 44, 17)]
+    params = {"return_log_probs": True}
+    runs = []
+    for settings in ({}, {"max_num_tokens": 8, "enable_kv_cache_reuse": False}):
+        engine = model.engine(**settings)
+        requests = [request(prompt, number, **params) for number, prompt in enumerate(prompts)]
+        together = run(engine, *requests)
+        alone = [run(engine, one)[0] for one in requests]
+        engine.close()
+        runs += [together, alone]
+    found = [[[(e.token_ids, e.log_probs) for e in events] for events in one] for one in runs]
+    assert found[0] == found[1] and found[2] == found[3]
+    assert [e[-1][0] for e in found[0]] == [e[-1][0] for e in found[2]]
+
+
 @pytest.mark.parametrize("family", ["qwen3-next-dense", "granite4", "falcon-h1"])
 def test_prefixes_are_reused_up_to_a_snapshot(family: str, served: Any) -> None:
     model = served(family)

@@ -139,6 +139,24 @@ def test_extract_keeps_the_type_of_the_checkpoint(half: Path, tmp_path: Path) ->
     check_rows(tensors["weights"].float().numpy(), tensors["config"].numpy(), half, torch.bfloat16)
 
 
+def test_a_bin_is_converted_as_it_is_by_every_converter(lora: Path, tmp_path: Path) -> None:
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    shutil.copy(lora / "adapter_config.json", pickled)
+    torch.save(load_file(lora / "adapter_model.safetensors"), pickled / "adapter_model.bin")
+    for source, name in ((lora, "a"), (pickled, "b")):
+        seed = ["-i", str(source), "-o", str(tmp_path / name), "--storage-type", "float16"]
+        assert hf_lora_convert(seed) == 0
+        assert extract_lora(["-i", source, "-o", tmp_path / f"{name}.safetensors"]) == 0
+        assert manylora("convert", "-i", source, "-o", tmp_path / f"{name}-whole") == 0
+    for name in ("a", "a-whole"):
+        other = name.replace("a", "b", 1)
+        for expected, found in zip(read_npy(tmp_path / name), read_npy(tmp_path / other), strict=True):
+            assert expected.dtype == found.dtype
+            np.testing.assert_array_equal(expected, found)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
 def test_nemo_as_runtime_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = nemo(tmp_path / "a.nemo")
     arguments = ["-i", tmp_path / "a.nemo", "-o", tmp_path / "out", "--write-cpp-runtime-tensors"]

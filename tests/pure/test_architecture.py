@@ -27,7 +27,7 @@ ORDER = [
 RANK = {name: (level, place) for level, names in enumerate(ORDER) for place, name in enumerate(names)}
 NO_TORCH = [
     "errors", "request", "stats", "system.lifeline", "system.threads", "system.threads",
-    "system.compiler", "system.folders", "system.compiler", "system.progress", "system.lifeline",
+    "system.compiler", "system.folders", "system.command_line", "system.lifeline",
     "system.connections", "checkpoints.quant.config",
     "checkpoints.gguf.container", "checkpoints.gguf.config", "checkpoints.gguf.tokenizer",
     "config", "generation", "adapters.pages",

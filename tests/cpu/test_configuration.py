@@ -307,3 +307,9 @@ def test_vllms_flag_divides_experts_among_all_ranks_of_a_layer() -> None:
     for wrong, reason in ((["-tp", "4", "--ep-size", "2"], "means --ep-size 4, got 2"), ([], "both")):
         with pytest.raises(ConfigError, match=reason):
             parse_options([*flags, *wrong])
+
+
+def test_weights_are_quantised_by_a_flag_of_vllm() -> None:
+    for value, algo in (("W4A8", "W4A8"), ("fp8", "FP8")):
+        quant = parse_options([str(BASE), "-q", value]).engine_config().quant
+        assert quant is not None and quant.quant_algo == algo

@@ -262,7 +262,7 @@ class EngineConfig:
 QUANT_SETTINGS = (
     Setting(
         "quantise the weights: W8A16, W4A16, FP8; on a CPU also W8A8, W4A8", name="quant_algo",
-        llm="quant_config.quant_algo", build="quant_algo"),
+        llm="quant_config.quant_algo", serve="quantization", serve_values={"fp8": "FP8"}, build="quant_algo"),
     Setting(
         "FP8: keys and values as 8-bit floats", name="kv_cache_quant_algo",
         llm="quant_config.kv_cache_quant_algo", build="kv_cache_quant_algo"),

@@ -63,9 +63,6 @@ KV_CACHE_CONFIG = ForeignNames(
 )
 
 ONE_COPY = "one server runs one copy of the model; `manylora fleet` runs several"
-CHECKPOINT = (
-    "the checkpoint's own quantisation is detected; to quantise plain weights use quant_config in --config"
-)
 CONFIG_JSON = "change config.json in a copy of the model's folder"
 POOLING = "modules.json and 1_Pooling/config.json in the model's folder set the pooling"
 KV_TOKENS = "kv_cache_config.max_tokens in --config bounds the KV cache"
@@ -117,7 +114,6 @@ SERVE = ForeignNames(
         "max_logprobs": ("20",),
     },
     refused={
-        "quantization": CHECKPOINT,
         "speculative_model": "drafts come from n-grams (--speculative-config), not from a draft model",
         "rope_scaling": CONFIG_JSON,
         "rope_theta": CONFIG_JSON,

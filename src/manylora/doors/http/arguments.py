@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from manylora.checkpoints.quant.config import INTEGER, SERVED
 from manylora.config.engine import SETTINGS
 from manylora.config.foreign import ONE_COPY, SERVE, SERVE_SWITCHES, SERVE_VARIABLES
 from manylora.config.settings import CONVERTERS, Setting, rows
@@ -58,6 +59,7 @@ SHORT = {
     "data_parallel_size": "-dp",
     "quantization": "-q",
 }
+OWN_FORMAT = "leave it out for a quantised checkpoint: its own format is detected"
 READERS = {"int": CONVERTERS["int"], "float": CONVERTERS["float"], "Path": Path}  # of values in files
 METAVARS = {"int": "N", "float": "N", "Path": "PATH"}
 EXAMPLES = """examples:
@@ -212,6 +214,9 @@ def _take_engine(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
             row = ENGINE_FLAGS[name]
             if row.serve_values is not None and isinstance(value, str | bool):
                 value = row.serve_values.get(value, value)
+            if name == "quantization" and value not in (None, *SERVED, *INTEGER):
+                known = ", ".join((*SERVED, *INTEGER))
+                raise ConfigError(f"--quantization must be one of {known}, got {value}; {OWN_FORMAT}")
             if value is not None:
                 found[row.llm] = value
         elif name != EXPERTS:

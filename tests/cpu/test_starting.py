@@ -87,7 +87,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
      ["NAME=PATH, such as sql=/adapters/sql"]),
     ("several replicas", "serve {m}/good --data-parallel-size 2", ["--data-parallel-size must be 1, got 2"]),
     ("another backend", "serve {m}/good --backend tensorrt", ["no counterpart here", "pytorch"]),
-    ("a flag of vLLM", "serve {m}/good --quantization awq", ["--quantization must be one of W8A16", "its own format"]),
+    ("a flag of vLLM", "serve {m}/good --quantization awq", ["must be one of W8A16", "its own format"]),
     ("a port in use", "serve {m}/good --port {port}",
      ["Address already in use; choose another port with --port"]),
     ("a host elsewhere", "serve {m}/good --host 192.0.2.1 --port 0",

@@ -189,7 +189,7 @@ def test_it_starts_again_when_a_process_of_ray_was_killed(tmp_path: Path, lost: 
 
 def commands(fleet: Fleet) -> list[str]:
     """Process id and command line of what it has started."""
-    listed = ["ps", "-s", str(fleet.process.pid), "-o", "pid=,args="]
+    listed = ["ps", "-ww", "-s", str(fleet.process.pid), "-o", "pid=,args="]
     return subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()
 
 

@@ -113,7 +113,7 @@ def test_each_adapter_is_that_of_peft(llm: LLM, reference: Any, adapters: Path) 
         assert found != said(llm, QUESTIONS[:2]), f"{name} changes nothing"
 
 
-def test_activations_in_8_bits(llm: LLM, smollm2: Path, adapters: Path) -> None:
+def test_activations_in_8_bits(llm: LLM, smollm2: Path, adapters: Path, tmp_path: Path) -> None:
     """The file's own weights, so that an answer begins nearly as the exact one does, with an adapter too."""
     first = SamplingParams(max_tokens=1, temperature=0, logprobs=1)
     asked = [turns(one) for one in QUESTIONS]
@@ -127,6 +127,13 @@ def test_activations_in_8_bits(llm: LLM, smollm2: Path, adapters: Path) -> None:
             assert sum(a[0] == b[0] for a, b in zip(exact, found, strict=True)) >= 6
             off = [abs(a[1].logprob - b[1].logprob) for a, b in zip(exact, found, strict=True)]
             assert 0 < sum(off) / len(off) < 0.2
+    furthest = off.index(max(off))  # the question whose answer shows best that a server rounds, too
+    with served(tmp_path / "log", smollm2, "--lora-root", adapters, "-q", "W4A8") as url:
+        body = {"model": "json", "messages": asked[furthest], "max_tokens": 1, "temperature": 0}
+        [choice] = post(f"{url}/v1/chat/completions", body | {"logprobs": True})["choices"]
+    shown = choice["logprobs"]["content"][0]["logprob"]
+    assert off[furthest] > 1e-3
+    assert shown == pytest.approx(found[furthest][1].logprob, abs=1e-4)
 
 
 def test_chat_and_inspect(
